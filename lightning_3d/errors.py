@@ -1,0 +1,76 @@
+"""The errors a user may meet: one family, one shape: the fact, the valid values, the fix."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class Lightning3DError(Exception):
+    """Base of every error that lightning_3d raises on purpose.
+
+    Args:
+        fact: What is wrong, with the user's own names and the numbers.
+        valid: The values that would be accepted, where they can be listed.
+        fix: What to change, as the user would type it.
+    """
+
+    def __init__(self, fact: str, *, valid: object = None, fix: str | None = None) -> None:
+        self.fact = fact
+        self.valid = valid
+        self.fix = fix
+        super().__init__(fact)
+
+    def __str__(self) -> str:
+        lines = [self.fact]
+        if self.valid is not None:
+            lines.append(f"  valid: {_listed(self.valid)}")
+        if self.fix is not None:
+            lines.append(f"  fix: {self.fix}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Keyword-only arguments do not survive Exception's own pickling, and errors travel between processes.
+        return _rebuild, (type(self), self.fact, self.valid, self.fix)
+
+
+class ConfigError(Lightning3DError, ValueError):
+    """An option has an unknown name or an impossible value."""
+
+
+class MeshError(Lightning3DError, ValueError):
+    """The degrees of the mesh do not fit each other, the world or the machine."""
+
+
+class BatchError(Lightning3DError, ValueError):
+    """A batch cannot be cut, joined or served on this mesh."""
+
+
+class ModuleError(Lightning3DError, ValueError):
+    """The user's LightningModule does something that this mesh cannot run."""
+
+
+class PlanError(Lightning3DError, ValueError):
+    """A plan names something that the model does not have, or cannot be exact."""
+
+
+class CheckpointError(Lightning3DError, RuntimeError):
+    """A checkpoint cannot be written, found, read or matched to the model."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Returns the known name closest to ``name``, for "did you mean" texts, or None if none is close."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def _listed(valid: object) -> str:
+    if isinstance(valid, str):
+        return valid
+    if isinstance(valid, Iterable):
+        return ", ".join(str(value) for value in valid)
+    return str(valid)
+
+
+def _rebuild(kind: type[Lightning3DError], fact: str, valid: object, fix: str | None) -> Lightning3DError:
+    return kind(fact, valid=valid, fix=fix)

@@ -1,0 +1,32 @@
+"""Numbers as people read them: bytes, counts and seconds as text."""
+
+from __future__ import annotations
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_DECIMAL = ("", "k", "M", "B", "T")
+
+
+def format_bytes(count: float) -> str:
+    """Returns ``count`` bytes with a binary prefix, e.g. ``1.5 GiB``."""
+    value, unit = float(count), 0
+    while abs(value) >= 1024 and unit < len(_BINARY) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.0f} {_BINARY[0]}" if unit == 0 else f"{value:.2f} {_BINARY[unit]}"
+
+
+def format_count(count: float) -> str:
+    """Returns a count with a decimal prefix as models are named, e.g. ``124.4M``."""
+    value, unit = float(count), 0
+    while abs(value) >= 1000 and unit < len(_DECIMAL) - 1:
+        value, unit = value / 1000, unit + 1
+    return f"{value:.0f}" if unit == 0 else f"{value:.1f}{_DECIMAL[unit]}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Returns a duration, e.g. ``12.3 ms``, ``4.2 s``, ``2 h 05 min``."""
+    if seconds < 1:
+        return f"{seconds * 1000:.1f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes = int(seconds // 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
