@@ -16,7 +16,6 @@ from lightning_3d.config.rules import (
     SECONDS,
     STYLES,
     TEXT,
-    Rule,
     did_you_mean,
     integer,
     one_of,
@@ -51,10 +50,6 @@ _NOT_AVAILABLE = frozenset(
 ONE_STAGE_SCHEDULES = ("gpipe", "1f1b")
 V_SCHEDULES = ("zbvzerobubble", "dualpipev")
 SCHEDULES = (*ONE_STAGE_SCHEDULES, "loopedbfs", "interleaved1f1b", "interleavedzerobubble", *V_SCHEDULES)
-
-
-def _option(default: Any, rule: Rule) -> Any:
-    return field(default=default, metadata={"rule": rule})
 
 
 @dataclass
@@ -98,38 +93,38 @@ class StrategyConfig:
         timeout_seconds: Longest wait in a collective, in seconds.
     """
 
-    data_parallel_size: int | str = _option("auto", AUTO_COUNT)
-    pipeline_parallel_size: int = _option(1, COUNT)
-    tensor_parallel_size: int = _option(1, COUNT)
-    data_replicate_size: int = _option(1, COUNT)
-    zero_stage: int = _option(1, integer(0, 3))
-    unit_blocks: int = _option(1, COUNT)
-    cpu_offload: bool = _option(False, FLAG)
-    micro_batch_size: int | None = _option(None, or_null(COUNT))
-    num_microbatches: int | str = _option("auto", AUTO_COUNT)
-    pipeline_schedule: str = _option("1f1b", one_of(*SCHEDULES))
-    stages_per_rank: int | str = _option("auto", AUTO_COUNT)
-    layers_per_stage: list[int] | None = _option(None, or_null(COUNTS))
-    pipeline_stack: Any = _option(None, or_null(NAMES))
-    sequence_parallel: bool = _option(False, FLAG)
-    tensor_plan: dict[str, str] | None = _option(None, or_null(STYLES))
-    pad_vocabulary: bool = _option(False, FLAG)
-    replay: bool = _option(True, FLAG)
-    layout_free_random: bool = _option(True, FLAG)
-    tensor_random: str = _option("derived", one_of("derived", "exact"))
-    activation_checkpointing: str = _option("none", one_of("none", "selective", "full"))
-    compile: bool = _option(False, FLAG)
-    uneven: str = _option("stop", one_of("stop", "error"))
-    on_nonfinite: str = _option("none", one_of("none", "skip", "raise"))
-    pretrained: str | None = _option(None, or_null(TEXT))
-    pretrained_strict: bool = _option(True, FLAG)
-    rank_order: str = _option("data,pipeline,tensor", AXIS_ORDER)
-    save_distributed_checkpoint: bool = _option(True, FLAG)
-    async_save: bool = _option(False, FLAG)
-    check_replicas: bool = _option(False, FLAG)
-    explain: bool = _option(False, FLAG)
-    process_group_backend: str | None = _option(None, or_null(TEXT))
-    timeout_seconds: float = _option(300, SECONDS)
+    data_parallel_size: int | str = field(default="auto", metadata={"rule": AUTO_COUNT})
+    pipeline_parallel_size: int = field(default=1, metadata={"rule": COUNT})
+    tensor_parallel_size: int = field(default=1, metadata={"rule": COUNT})
+    data_replicate_size: int = field(default=1, metadata={"rule": COUNT})
+    zero_stage: int = field(default=1, metadata={"rule": integer(0, 3)})
+    unit_blocks: int = field(default=1, metadata={"rule": COUNT})
+    cpu_offload: bool = field(default=False, metadata={"rule": FLAG})
+    micro_batch_size: int | None = field(default=None, metadata={"rule": or_null(COUNT)})
+    num_microbatches: int | str = field(default="auto", metadata={"rule": AUTO_COUNT})
+    pipeline_schedule: str = field(default="1f1b", metadata={"rule": one_of(*SCHEDULES)})
+    stages_per_rank: int | str = field(default="auto", metadata={"rule": AUTO_COUNT})
+    layers_per_stage: list[int] | None = field(default=None, metadata={"rule": or_null(COUNTS)})
+    pipeline_stack: Any = field(default=None, metadata={"rule": or_null(NAMES)})
+    sequence_parallel: bool = field(default=False, metadata={"rule": FLAG})
+    tensor_plan: dict[str, str] | None = field(default=None, metadata={"rule": or_null(STYLES)})
+    pad_vocabulary: bool = field(default=False, metadata={"rule": FLAG})
+    replay: bool = field(default=True, metadata={"rule": FLAG})
+    layout_free_random: bool = field(default=True, metadata={"rule": FLAG})
+    tensor_random: str = field(default="derived", metadata={"rule": one_of("derived", "exact")})
+    activation_checkpointing: str = field(default="none", metadata={"rule": one_of("none", "selective", "full")})
+    compile: bool = field(default=False, metadata={"rule": FLAG})
+    uneven: str = field(default="stop", metadata={"rule": one_of("stop", "error")})
+    on_nonfinite: str = field(default="none", metadata={"rule": one_of("none", "skip", "raise")})
+    pretrained: str | None = field(default=None, metadata={"rule": or_null(TEXT)})
+    pretrained_strict: bool = field(default=True, metadata={"rule": FLAG})
+    rank_order: str = field(default="data,pipeline,tensor", metadata={"rule": AXIS_ORDER})
+    save_distributed_checkpoint: bool = field(default=True, metadata={"rule": FLAG})
+    async_save: bool = field(default=False, metadata={"rule": FLAG})
+    check_replicas: bool = field(default=False, metadata={"rule": FLAG})
+    explain: bool = field(default=False, metadata={"rule": FLAG})
+    process_group_backend: str | None = field(default=None, metadata={"rule": or_null(TEXT)})
+    timeout_seconds: float = field(default=300, metadata={"rule": SECONDS})
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> StrategyConfig:
@@ -166,10 +161,11 @@ class StrategyConfig:
         return 1 if self.pipeline_schedule in ONE_STAGE_SCHEDULES else 2
 
     def _not_available(self) -> list[str]:
+        values = [(option.name, getattr(self, option.name), option.default) for option in fields(self)]
         return [
-            f"{option.name}={getattr(self, option.name)!r} is not available in this release: leave it {option.default!r}"
-            for option in fields(self)
-            if option.name in _NOT_AVAILABLE and getattr(self, option.name) != option.default
+            f"{name}={value!r} is not available in this release: leave it {default!r}"
+            for name, value, default in values
+            if name in _NOT_AVAILABLE and value != default
         ]
 
     def _shard_conflicts(self) -> list[str]:
