@@ -1,0 +1,56 @@
+# Every target runs on a bare machine that has Python and make; what is missing goes into $(VENV) first.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c '' 2>/dev/null && echo $$p && break; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_ROOT_USER_ACTION := ignore
+# One thread a process: the processes of a test share the cores.
+ONE_THREAD = OMP_NUM_THREADS=1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check lint parity bench docs clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.with-base ## install, then train a small language model on real text with several processes
+	$(BIN)/lightning-3d train recipe=demo
+
+test: lint ## everything that CI runs
+	$(ONE_THREAD) $(BIN)/python -m pytest -q
+
+check: lint ## the fast part of the tests, for each edit
+	$(ONE_THREAD) $(BIN)/python -m pytest -q -m "not (slow or spmd or parity)"
+
+lint: $(VENV)/.with-test ## format, style and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy --strict lightning_3d
+
+parity: $(VENV)/.with-test ## every row against one device; writes docs/parity.md
+	$(ONE_THREAD) $(BIN)/python -m tests.parity.run --all
+
+bench: $(VENV)/.with-test ## step times beside Lightning's own strategies
+	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.data_axis
+
+docs: $(VENV)/.with-docs ## build the documentation into site/
+	$(BIN)/mkdocs build --strict --quiet
+
+clean: ## remove what builds and tests left behind, not $(VENV)
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.with-base: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing into $(VENV): once, a few minutes"
+	$(INSTALL) torch
+	$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.with-%: $(VENV)/.with-base
+	$(INSTALL) --editable '.[$*]'
+	@touch $@
