@@ -1,0 +1,60 @@
+"""From a MeshSpec to torch's DeviceMesh; the only place that makes one."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_3d.errors import MeshError
+from lightning_3d.mesh.spec import AXES, DATA_REPLICATE, DATA_SHARD, MeshSpec
+
+_DATA = "data_parallel"
+
+
+def build_device_mesh(spec: MeshSpec, device_type: str) -> DeviceMesh:
+    """Returns the DeviceMesh of a spec on the default process group; a collective call.
+
+    Its dimensions are ``data_parallel, pipeline_parallel, tensor_parallel`` whatever the rank order. With
+    replicas the first becomes ``data_replicate, data_shard``, and ``mesh["data_parallel"]`` is their flattening.
+
+    Args:
+        spec: Degrees and rank order.
+        device_type: ``"cpu"``, ``"cuda"``, ...
+
+    Raises:
+        MeshError: The process group has another size than the mesh.
+    """
+    world = dist.get_world_size()
+    if world != spec.world:
+        raise MeshError(f"the mesh is {spec}, but the process group has {world} ranks.", valid=spec.world)
+    ranks = _rank_tensor(spec)
+    names = tuple(axis.name for axis in AXES)
+    if spec.data_replicate == 1:
+        return DeviceMesh(device_type, ranks, mesh_dim_names=names)
+    ranks = ranks.reshape(spec.data_replicate, spec.data_shard, *ranks.shape[1:])
+    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=(DATA_REPLICATE, DATA_SHARD, *names[1:]))
+    mesh[DATA_REPLICATE, DATA_SHARD]._flatten(_DATA)
+    return mesh
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Returns the sub-mesh over which parameters are sharded: replicas x shards if there are replicas, else 1-D."""
+    return mesh[DATA_REPLICATE, DATA_SHARD] if _has_replicas(mesh) else mesh[_DATA]
+
+
+def data_axis_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Returns the 1-D mesh of the ranks that see different samples, flattened if there are replicas."""
+    # Slicing the flattened name off the root would do too, but torch warns about it.
+    return data_mesh(mesh)._flatten(_DATA) if _has_replicas(mesh) else mesh[_DATA]
+
+
+def _has_replicas(mesh: DeviceMesh) -> bool:
+    return DATA_REPLICATE in (mesh.mesh_dim_names or ())
+
+
+def _rank_tensor(spec: MeshSpec) -> torch.Tensor:
+    """Ranks at ``[data, pipeline, tensor]``: filled in rank order, then turned to the order of the table."""
+    # Always on the CPU: the mesh may be built under a default device, e.g. meta.
+    filled = torch.arange(spec.world, dtype=torch.int, device="cpu").reshape([spec.size(k) for k in spec.rank_order])
+    return filled.permute([spec.rank_order.index(axis.key) for axis in AXES]).contiguous()
