@@ -1,1 +1,51 @@
-"""lightning_3d."""
+"""lightning_3d: train an unmodified LightningModule on a data x pipeline x tensor mesh.
+
+The public names are those of ``__all__``; everything else may change without notice.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+from lightning_3d.errors import (
+    BatchError,
+    CheckpointError,
+    ConfigError,
+    Lightning3DError,
+    MeshError,
+    ModuleError,
+    PlanError,
+)
+
+if TYPE_CHECKING:
+    from lightning_3d.precision import Mesh3DPrecision
+    from lightning_3d.strategy import Mesh3DStrategy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BatchError",
+    "CheckpointError",
+    "ConfigError",
+    "Lightning3DError",
+    "Mesh3DPrecision",
+    "Mesh3DStrategy",
+    "MeshError",
+    "ModuleError",
+    "PlanError",
+    "__version__",
+]
+
+# Names that need torch: imported at first use, so that a command line answers before torch is loaded.
+_LAZY: Final = MappingProxyType(
+    {"Mesh3DPrecision": "lightning_3d.precision", "Mesh3DStrategy": "lightning_3d.strategy"}
+)
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name in _LAZY:
+            return getattr(importlib.import_module(_LAZY[name]), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

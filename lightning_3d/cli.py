@@ -1,0 +1,96 @@
+"""The command line: one table from verb to function. A verb's module is imported when the verb is used."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from lightning_3d import __version__
+from lightning_3d.errors import ConfigError, Lightning3DError, nearest
+from lightning_3d.log import process_rank
+
+_EXIT_USER_ERROR: Final = 2
+_DEBUG_VARIABLE: Final = "LIGHTNING_3D_DEBUG"
+_DEFAULT_VERB: Final = "train"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verb:
+    """One thing the command line can do.
+
+    Args:
+        function: ``module:name`` of a function that takes the remaining arguments and returns the exit code.
+        summary: What it does, in one line of the help text.
+    """
+
+    function: str
+    summary: str
+
+    def __call__(self, arguments: Sequence[str]) -> int:
+        module, name = self.function.split(":")
+        return int(getattr(importlib.import_module(module), name)(arguments))
+
+
+VERBS: Final = MappingProxyType(
+    {
+        "train": Verb(function="lightning_3d.train:run", summary="train, then test the best checkpoint"),
+        "doctor": Verb(function="lightning_3d.doctor:run", summary="look at the environment; findings and fixes"),
+    }
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        arguments: The words after the program's name; those of the process if None.
+
+    Returns:
+        The exit code: 0 if all went well, 2 for an error of the user's, else what the verb returned.
+    """
+    try:
+        return _dispatch(sys.argv[1:] if arguments is None else arguments)
+    except Lightning3DError as error:
+        if os.environ.get(_DEBUG_VARIABLE) == "1":
+            raise
+        rank = process_rank()
+        print(f"lightning-3d{f' (rank {rank})' if rank else ''}: error: {error}", file=sys.stderr)
+        return _EXIT_USER_ERROR
+
+
+def help_text() -> str:
+    """Returns the text of ``lightning-3d --help``."""
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {name:<{width}}  {verb.summary}" for name, verb in VERBS.items())
+    return (
+        "usage: lightning-3d VERB [OVERRIDE ...]\n"
+        "       lightning-3d --help | --version\n\n"
+        f"{verbs}\n\n"
+        "Overrides are Hydra's, e.g. lightning-3d train recipe=demo trainer.devices=4 strategy.zero_stage=3\n"
+        f"Without a verb, overrides mean {_DEFAULT_VERB}. {_DEBUG_VARIABLE}=1 shows the traceback of an error."
+    )
+
+
+def _dispatch(arguments: Sequence[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(help_text())
+        return 0
+    if arguments[0] == "--version":
+        print(f"lightning-3d {__version__}")
+        return 0
+    word = arguments[0]
+    if word in VERBS:
+        return VERBS[word](arguments[1:])
+    if word.startswith(("-", "+", "~")) or "=" in word:
+        return VERBS[_DEFAULT_VERB](arguments)
+    guess = nearest(word, VERBS)
+    raise ConfigError(
+        f"there is no verb {word!r}",
+        valid=VERBS,
+        fix=f"lightning-3d {guess}" if guess else "lightning-3d --help",
+    )
