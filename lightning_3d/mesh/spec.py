@@ -260,12 +260,14 @@ def _data_size(world: int, data: int | Literal["auto"], others: dict[str, int]) 
         )
     if data * product == world:
         return data
+    degrees = {"data": data, **others}
     fixes = [f"trainer.devices={data * product} (processes in all)"]
-    if world % product == 0:
-        fixes.append(f"data_parallel_size={world // product}")
+    for key, size in degrees.items():
+        fitting, left = divmod(world * size, data * product)
+        if left == 0:
+            fixes.append(f"{options[key]}={fitting}")
     raise MeshError(
         f"data_parallel_size={data} x {named} = {data * product}, but there are {world} processes.",
-        valid=_valid_degrees(world, others),
         fix=" or ".join(fixes),
     )
 
@@ -274,12 +276,9 @@ def _valid_degrees(world: int, others: dict[str, int]) -> str:
     """For each degree that is not the data axis': the values that fit the world while the rest stays."""
     texts = []
     for axis in AXES:
-        if axis.key not in others:
-            continue
         rest = math.prod(size for key, size in others.items() if key != axis.key)
-        fitting = _divisors(world // rest) if world % rest == 0 else ()
-        if fitting:
-            texts.append(f"{axis.option} in {{{', '.join(map(str, fitting))}}}")
+        if axis.key in others and world % rest == 0:
+            texts.append(f"{axis.option} in {{{', '.join(map(str, _divisors(world // rest)))}}}")
     return "; ".join(texts) if texts else f"degrees whose product divides {world}"
 
 

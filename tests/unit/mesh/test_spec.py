@@ -114,7 +114,11 @@ def test_resolve_reads_the_order_as_text() -> None:
         (
             8,
             {"data": 2, "pipeline": 2},
-            ["= 4, but there are 8 processes", "trainer.devices=4", "data_parallel_size=4"],
+            [
+                "= 4, but there are 8 processes",
+                "trainer.devices=4",
+                "or data_parallel_size=4 or pipeline_parallel_size=4 or tensor_parallel_size=2",
+            ],
         ),
         (6, {"data": 2, "tensor": 4}, ["= 8, but there are 6 processes", "trainer.devices=8"]),
         (4, {"data": "many"}, ["data_parallel_size='many' is not a positive integer"]),
