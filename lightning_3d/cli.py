@@ -32,6 +32,7 @@ class Verb:
     summary: str
 
     def __call__(self, arguments: Sequence[str]) -> int:
+        """Imports the function and returns its exit code."""
         module, name = self.function.split(":")
         return int(getattr(importlib.import_module(module), name)(arguments))
 

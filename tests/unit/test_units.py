@@ -1,0 +1,26 @@
+import pytest
+
+from lightning_3d.units import format_bytes, format_count, format_seconds
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (1.5 * 2**30, "1.50 GiB"), (2**60, "1024.00 PiB")],
+)
+def test_bytes(count: float, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0"), (999, "999"), (1000, "1.0k"), (124.4e6, "124.4M"), (70e9, "70.0B"), (3e12, "3.0T")]
+)
+def test_counts(count: float, text: str) -> None:
+    assert format_count(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0123, "12.3 ms"), (4.2, "4.2 s"), (119.9, "119.9 s"), (120, "2 min"), (7500, "2 h 05 min")],
+)
+def test_seconds(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
