@@ -2,7 +2,7 @@
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c '' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
-INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
+INSTALL = $(BIN)/python -m pip install -qq --constraint constraints.txt
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
