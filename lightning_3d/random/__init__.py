@@ -1,0 +1,1 @@
+"""Random numbers that do not depend on the layout: seeds derived from names, streams per drawing module."""
