@@ -35,7 +35,8 @@ parity: $(VENV)/.with-test ## every row against one device; writes docs/parity.m
 bench: $(VENV)/.with-test ## step times beside Lightning's own strategies
 	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.data_axis
 
-docs: $(VENV)/.with-docs ## build the documentation into site/
+docs: $(VENV)/.with-docs ## write the map of the code, build the pages into site/
+	$(BIN)/python -m tests.contract.map
 	$(BIN)/mkdocs build --strict --quiet
 
 clean: ## remove what builds and tests left behind, not $(VENV)

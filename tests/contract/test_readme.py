@@ -1,0 +1,76 @@
+"""What the documents tell people to type exists: verbs, overrides, targets, names."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_3d.cli import VERBS
+from lightning_3d.config.compose import compose_run
+from tests.contract.commands import blocks, make_targets, program_arguments, shell_commands
+from tests.contract.sources import ROOT
+
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+COMMANDS = {" ".join(words): words for path in DOCUMENTS for words in shell_commands(path.read_text())}
+_OTHER_PROGRAMS = ("pip", "python", "torchrun", "srun", "cat", "ls", "export")
+_FLAGS_WITH_VALUE = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--cfg", "-c")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_exists(command: str) -> None:
+    words = COMMANDS[command]
+    arguments = program_arguments(words)
+    if arguments is not None:
+        assert arguments[0] in (*VERBS, "--help", "--version") or "=" in arguments[0]
+    elif words[0] == "make":
+        assert set(words[1:]) <= make_targets(ROOT / "Makefile")
+    else:
+        assert words[0] in _OTHER_PROGRAMS
+
+
+def _overrides(command: str) -> list[str] | None:
+    """Returns the overrides of a training command of the README that has no value to be filled in."""
+    arguments = program_arguments(COMMANDS[command])
+    if not arguments or arguments[0] not in ("train",) or any(flag in arguments for flag in _FLAGS_WITH_VALUE):
+        return None
+    return [word for word in arguments[1:] if not word.startswith("-")]
+
+
+TRAINING = {command: overrides for command in COMMANDS if (overrides := _overrides(command)) is not None}
+
+
+@pytest.mark.parametrize("command", TRAINING)
+def test_overrides_compose(command: str) -> None:
+    compose_run([part.split(",")[0] for part in TRAINING[command]])
+
+
+def test_something_is_looked_at() -> None:
+    assert len(TRAINING) >= 4
+    assert "make demo" in COMMANDS
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_python_of_the_documents_parses_and_imports(path: Path) -> None:
+    for block in blocks(path.read_text(), "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("lightning_3d"):
+                module = importlib.import_module(str(node.module))
+                assert all(hasattr(module, alias.name) for alias in node.names)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["doctor", "--help"]], ids=" ".join)
+def test_cheap_commands_run(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "lightning_3d", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "lightning-3d" in done.stdout
+
+
+def test_readme_fits_one_screen() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 60
+
+
+def test_make_help_lists_what_the_readme_needs() -> None:
+    assert {"demo", "test", "check", "parity", "docs", "bench"} <= make_targets(ROOT / "Makefile")
