@@ -1,0 +1,1 @@
+"""A batch on its way through a step: cut into micro-batches, run, joined and weighed."""

@@ -1,0 +1,1 @@
+"""One room for each dimension of parallelism: what (plan), how (apply), price (cost)."""

@@ -1,0 +1,268 @@
+"""Applying a DataPlan to a module, and running its steps under the chosen engine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_3d.parallel.data.plan import DataPlan
+from lightning_3d.parallel.data.zero import ZeroStage
+
+_DOOR = "_mesh_3d_door"
+
+
+class DataEngine(ABC):
+    """Runs steps of a module and keeps its gradients in step over the data axis."""
+
+    @abstractmethod
+    def run(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Returns ``step(*args)``, a method of the module that calls it or its parts, with gradients to come."""
+
+    @abstractmethod
+    def evaluate(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Returns ``step(*args)`` without gradients to come."""
+
+    @abstractmethod
+    def before_microbatch(self, *, last: bool) -> None:
+        """Called before the forward of a micro-batch; ``last`` before the optimizer step, so gradients must meet."""
+
+    @abstractmethod
+    def before_inner_backward(self, loss: Tensor) -> Tensor:
+        """Called for a backward inside a step that is still running; returns the loss to go backward from."""
+
+    @abstractmethod
+    def after_inner_backward(self) -> None:
+        """Called after a backward, or an optimizer step, inside a step that is still running."""
+
+    @abstractmethod
+    def rest(self) -> None:
+        """Called when no step runs for a while, and before weights are read or written from outside."""
+
+
+class PlainEngine(DataEngine):
+    """One data rank: the module as it is."""
+
+    def run(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Calls the step."""
+        return step(*args)
+
+    def evaluate(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Calls the step."""
+        return step(*args)
+
+    def before_microbatch(self, *, last: bool) -> None:
+        """Nothing to do."""
+
+    def before_inner_backward(self, loss: Tensor) -> Tensor:
+        """Nothing to do."""
+        return loss
+
+    def after_inner_backward(self) -> None:
+        """Nothing to do."""
+
+    def rest(self) -> None:
+        """Nothing to do."""
+
+
+class DDPEngine(DataEngine):
+    """ZeRO 0 by torch's DistributedDataParallel.
+
+    DDP stands beside the module, not around it: it owns a small module that calls the step, so that no name of a
+    parameter changes.
+
+    Args:
+        module: The module whose gradients are averaged.
+        mesh: The data axis.
+    """
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        self._module = module
+        self._group = mesh.get_group()
+        self._last = True
+        self._trained: tuple[int, ...] = ()
+        self._ddp: DistributedDataParallel | None = None
+
+    def run(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Calls the step through DDP's forward."""
+        ddp = self._current()
+        ddp.require_backward_grad_sync = self._last
+        return ddp(step, *args)
+
+    def evaluate(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Calls the step; DDP has no part in it."""
+        return step(*args)
+
+    def before_microbatch(self, *, last: bool) -> None:
+        """Has DDP reduce in the last backward only."""
+        self._last = last
+
+    def before_inner_backward(self, loss: Tensor) -> Tensor:
+        """Not for DDP, whose reducer serves one backward for each forward; the plan chooses ``replicate`` then."""
+        raise AssertionError("DDP serves one backward for each step")
+
+    def after_inner_backward(self) -> None:
+        """Nothing to do."""
+
+    def rest(self) -> None:
+        """Nothing to do."""
+
+    def _current(self) -> DistributedDataParallel:
+        """DDP over the parameters that train now: callbacks may freeze and unfreeze some between epochs."""
+        trained = tuple(id(parameter) for parameter in self._module.parameters() if parameter.requires_grad)
+        if self._ddp is None or trained != self._trained:
+            self._trained = trained
+            self._ddp = DistributedDataParallel(
+                _StepCaller(self._module),
+                process_group=self._group,
+                # Running statistics are shared by the strategy, once per optimizer step.
+                broadcast_buffers=False,
+                # Gradients are views of the buckets: one copy of them instead of two.
+                gradient_as_bucket_view=True,
+                # A step may leave parameters out, and other ones each time.
+                find_unused_parameters=True,
+                # Weights are equal by now; DDP would gather and compare them again.
+                init_sync=False,
+            )
+        return self._ddp
+
+
+class _StepCaller(nn.Module):
+    """The module that DDP sees: calls a step, and owns the real module's parameters under one more level."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, step: Callable[..., Any], *args: Any) -> Any:
+        return step(*args)
+
+
+class UnitEngine(DataEngine):
+    """ZeRO 1 to 3 by ``fully_shard``, or ZeRO 0 by ``replicate``, both of FSDP2.
+
+    Args:
+        root: The module whose units were sharded, itself the last of them.
+        stage: When units gather and reduce.
+        sharded: Whether there are shards (``fully_shard``) or whole copies (``replicate``).
+    """
+
+    def __init__(self, root: FSDPModule, stage: ZeroStage, *, sharded: bool) -> None:
+        self._root = root
+        self._stage = stage
+        self._sharded = sharded
+        self._last: bool | None = None
+        module = _as_module(root)
+        self._units = [child for child in module.modules() if isinstance(child, FSDPModule)]
+        # One door for every step: FSDP2 gathers the root and registers its hooks around this method.
+        module.__dict__[_DOOR] = _through
+        register_fsdp_forward_method(module, _DOOR)
+
+    def run(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Calls the step through the root's door."""
+        return getattr(self._root, _DOOR)(step, *args)
+
+    def evaluate(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Calls the step through the root's door; what it gathers stays until `rest`."""
+        return self.run(step, *args)
+
+    def before_microbatch(self, *, last: bool) -> None:
+        """Tells every unit what its next backward does."""
+        if last == self._last:
+            return
+        self._last = last
+        for unit in self._units:
+            settings = self._stage.root(last=last) if unit is self._root else self._stage.blocks(last=last)
+            unit.set_requires_gradient_sync(settings.reduce_scatter, recurse=False)
+            if self._sharded:
+                unit.set_requires_all_reduce(settings.all_reduce, recurse=False)
+                unit.set_reshard_after_backward(settings.reshard, recurse=False)
+
+    def before_inner_backward(self, loss: Tensor) -> Tensor:
+        """Passes the loss through the door: its backward then ends with the reduction of every unit."""
+        passed: Tensor = self.run(_same, loss)
+        return passed
+
+    def after_inner_backward(self) -> None:
+        """Gathers the root again: the rest of the step may use it, with weights that may have changed."""
+        self.rest()
+        self._root.unshard()
+
+    def rest(self) -> None:
+        """Lets the gathered parameters of every unit go."""
+        for unit in self._units:
+            unit.reshard()
+
+
+def apply_data(
+    module: nn.Module,
+    plan: DataPlan,
+    mesh: DeviceMesh | None,
+    *,
+    policy: MixedPrecisionPolicy | None = None,
+) -> DataEngine:
+    """Shards ``module`` in place by the plan and returns the engine that runs its steps.
+
+    Args:
+        module: The module; its parameters hold equal values on all data ranks, or are on the meta device.
+        plan: The decision.
+        mesh: The data axis, replicas x shards for hybrid sharding; None without a process group.
+        policy: Dtypes of gathered parameters and of reductions, for engines that work by units.
+    """
+    if plan.engine == "none":
+        return PlainEngine()
+    assert mesh is not None, "every other engine reduces over a data axis"
+    if plan.engine == "ddp":
+        return DDPEngine(module, mesh)
+    shard = _sharder(plan, mesh, policy or MixedPrecisionPolicy())
+    for unit in plan.units:
+        blocks = [module.get_submodule(name) for name in unit.modules]
+        shard(blocks if len(blocks) > 1 else blocks[0], ZeroStage(stage=plan.zero_stage).reshard_blocks_after_forward)
+    root = shard(module, False)
+    return UnitEngine(root, ZeroStage(stage=plan.zero_stage), sharded=plan.engine == "fully_shard")
+
+
+def _sharder(plan: DataPlan, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> Callable[[Any, bool], FSDPModule]:
+    if plan.engine == "replicate":
+        from torch.distributed._composable.replicate_with_fsdp import replicate
+
+        def copy(module: Any, reshard_after_forward: bool) -> FSDPModule:
+            return replicate(module, mesh=mesh, mp_policy=policy)
+
+        return copy
+    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if plan.cpu_offload else OffloadPolicy()
+
+    def cut(module: Any, reshard_after_forward: bool) -> FSDPModule:
+        cut_module: FSDPModule = fully_shard(
+            module, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy, offload_policy=offload
+        )
+        return cut_module
+
+    return cut
+
+
+def _through(step: Callable[..., Any], *args: Any) -> Any:
+    return step(*args)
+
+
+def _same(loss: Tensor) -> Tensor:
+    # FSDP2 registers its hook on what leaves the door; a clone is a tensor of its own, not a view.
+    return loss.clone()
+
+
+def _as_module(module: FSDPModule) -> nn.Module:
+    assert isinstance(module, nn.Module)
+    return module

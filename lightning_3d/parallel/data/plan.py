@@ -1,0 +1,113 @@
+"""What is sharded over the data axis: the engine, the shard units and when they gather and reduce."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_3d.graph.blocks import Stack
+from lightning_3d.graph.parameters import ParameterTable
+
+Engine = Literal["none", "ddp", "replicate", "fully_shard"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardUnit:
+    """Blocks that gather and reduce together.
+
+    Attributes:
+        modules: Names of the blocks.
+    """
+
+    modules: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " + ".join(self.modules)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataPlan:
+    """The decision for the data axis.
+
+    Attributes:
+        engine: "none" (one rank), torch's "ddp" or "replicate" (stage 0), or "fully_shard" (stages 1 to 3).
+        zero_stage: 0 to 3.
+        units: The units below the root; what they leave is the root unit.
+        cpu_offload: Shards and optimizer state live in host memory.
+    """
+
+    engine: Engine
+    zero_stage: int
+    units: tuple[ShardUnit, ...] = ()
+    cpu_offload: bool = False
+
+    def __str__(self) -> str:
+        text = f"zero_stage {self.zero_stage} by {self.engine}"
+        return f"{text}, {len(self.units)} units and the root" if self.engine in ("replicate", "fully_shard") else text
+
+
+def plan_data(
+    table: ParameterTable,
+    stacks: tuple[Stack, ...],
+    *,
+    zero_stage: int,
+    data_size: int,
+    unit_blocks: int = 1,
+    cpu_offload: bool = False,
+    needs_units: bool = False,
+) -> DataPlan:
+    """Returns the plan of the data axis.
+
+    Args:
+        table: The parameters of the whole module.
+        stacks: Its stacks of blocks.
+        zero_stage: 0 to 3.
+        data_size: Number of data ranks.
+        unit_blocks: Blocks per unit.
+        cpu_offload: Keep shards in host memory.
+        needs_units: The run needs an engine that works unit by unit even where a plainer one would do: a precision
+            that casts parameters as they gather, or a backward inside the step (manual optimization).
+    """
+    engine: Engine
+    if zero_stage == 0 and needs_units:
+        engine = "replicate"
+    elif zero_stage == 0:
+        engine = "ddp" if data_size > 1 else "none"
+    elif data_size == 1 and not needs_units and not cpu_offload:
+        engine = "none"
+    else:
+        engine = "fully_shard"
+    if engine in ("none", "ddp"):
+        return DataPlan(engine=engine, zero_stage=zero_stage)
+    units = shard_units(table, stacks, unit_blocks=unit_blocks)
+    return DataPlan(engine=engine, zero_stage=zero_stage, units=units, cpu_offload=cpu_offload)
+
+
+def shard_units(table: ParameterTable, stacks: tuple[Stack, ...], *, unit_blocks: int) -> tuple[ShardUnit, ...]:
+    """Returns the units of ``unit_blocks`` neighbouring blocks each.
+
+    Blocks that share a parameter are one unit, since a parameter can be managed only once. A unit that shares one
+    with anything outside the stacks belongs to the root.
+    """
+    groups = [
+        stack.blocks[at : at + unit_blocks] for stack in stacks for at in range(0, len(stack.blocks), unit_blocks)
+    ]
+    home = {block: index for index, group in enumerate(groups) for block in group}
+    root = len(groups)
+    merged = list(range(root + 1))
+    for names in table.ties:
+        owners = {merged[_home(name, home, root)] for name in names}
+        target = max(owners)
+        merged = [target if owner in owners else owner for owner in merged]
+    units: dict[int, list[str]] = {}
+    for index, group in enumerate(groups):
+        if merged[index] != merged[root]:
+            units.setdefault(merged[index], []).extend(group)
+    return tuple(ShardUnit(modules=tuple(modules)) for modules in units.values())
+
+
+def _home(name: str, home: dict[str, int], root: int) -> int:
+    """The group of the block that a parameter lies in, or the root."""
+    parts = name.split(".")
+    prefixes = (".".join(parts[:length]) for length in range(1, len(parts)))
+    return next((home[prefix] for prefix in prefixes if prefix in home), root)

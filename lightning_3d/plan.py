@@ -1,0 +1,116 @@
+"""The order of composition: from a module and a mesh to a Plan, and from the Plan to a module that trains on the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from lightning_3d.config.schema import StrategyConfig
+from lightning_3d.graph.blocks import Stack, find_stacks, outer_modules
+from lightning_3d.graph.calls import around_calls
+from lightning_3d.graph.parameters import ParameterTable, parameter_table
+from lightning_3d.initial.broadcast import broadcast_module
+from lightning_3d.initial.materialise import materialise
+from lightning_3d.initial.replay import InitTape
+from lightning_3d.mesh.device import data_axis_mesh, data_mesh
+from lightning_3d.mesh.spec import MeshSpec
+from lightning_3d.parallel.data.apply import DataEngine, apply_data
+from lightning_3d.parallel.data.plan import DataPlan, plan_data
+from lightning_3d.random.streams import RandomStreams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Everything that is decided before a module is touched.
+
+    Attributes:
+        mesh: Degrees of the axes.
+        parameters: The module's parameters under all their names.
+        stacks: Its stacks of blocks.
+        data: The data axis.
+    """
+
+    mesh: MeshSpec
+    parameters: ParameterTable
+    stacks: tuple[Stack, ...]
+    data: DataPlan
+
+    def __str__(self) -> str:
+        stacks = ", ".join(str(stack) for stack in self.stacks) or "none found"
+        rows = {"mesh": self.mesh, "model": self.parameters, "stacks": stacks, "data axis": self.data}
+        return "\n".join(f"{title:<10} {row}" for title, row in rows.items())
+
+
+def make_plan(module: nn.Module, mesh: MeshSpec, config: StrategyConfig, *, needs_units: bool) -> Plan:
+    """Returns the plan for an untouched module.
+
+    Args:
+        module: The whole module, real or on the meta device.
+        mesh: Degrees of the axes.
+        config: The strategy's options.
+        needs_units: See `plan_data`.
+    """
+    parameters = parameter_table(module)
+    stacks = find_stacks(module)
+    data = plan_data(
+        parameters,
+        stacks,
+        zero_stage=config.zero_stage,
+        data_size=mesh.data,
+        unit_blocks=config.unit_blocks,
+        cpu_offload=config.cpu_offload,
+        needs_units=needs_units,
+    )
+    return Plan(mesh=mesh, parameters=parameters, stacks=stacks, data=data)
+
+
+def apply_plan(
+    module: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    *,
+    device: torch.device,
+    tape: InitTape | None = None,
+    policy: MixedPrecisionPolicy | None = None,
+) -> DataEngine:
+    """Turns ``module`` in place into this rank's part of it, and returns the engine that runs its steps.
+
+    Args:
+        module: The module that the plan was made for.
+        plan: The plan, equal on all ranks.
+        mesh: The DeviceMesh of ``plan.mesh``.
+        device: This rank's device.
+        tape: Recorded initialisation, if the module is on the meta device.
+        policy: Dtypes of gathered parameters and of reductions.
+    """
+    axis = data_axis_mesh(mesh)
+    if tape is None and axis.size() > 1:
+        broadcast_module(module, axis.get_group())
+    if tape is None and plan.data.engine != "fully_shard":
+        module.to(device)
+    shards = axis if plan.data.engine in ("ddp", "replicate") else data_mesh(mesh)
+    if tape is None:
+        return apply_data(module, plan.data, shards, policy=policy)
+    engine = apply_data(module, plan.data, shards, policy=policy)
+    materialise(module, tape, device=device)
+    return engine
+
+
+def attach_streams(module: nn.Module, stacks: tuple[Stack, ...], streams: RandomStreams) -> None:
+    """Gives every block and outer module a random stream of its own, under the name that it has in the module."""
+    for name in (*(block for stack in stacks for block in stack.blocks), *outer_modules(module, stacks)):
+        around_calls(module.get_submodule(name), _in_stream(streams, name))
+
+
+def _in_stream(streams: RandomStreams, name: str) -> Callable[[Callable[[], Any]], Any]:
+    def handler(call: Callable[[], Any]) -> Any:
+        with streams.stream(name):
+            return call()
+
+    return handler

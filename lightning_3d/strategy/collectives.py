@@ -1,0 +1,97 @@
+"""What Lightning and torchmetrics reduce: values that differ between data ranks, and decisions of the whole world."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_OPERATIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+class DataCollectives:
+    """Reductions over the data axis, so that values count once for each set of samples.
+
+    Args:
+        data: The data axis.
+        world: All ranks.
+        device: Where tensors must lie to be reduced.
+    """
+
+    def __init__(self, data: dist.ProcessGroup, world: dist.ProcessGroup, device: torch.device) -> None:
+        self.data = data
+        self._world = world
+        self._device = device
+
+    def reduce(self, tensor: Tensor, group: dist.ProcessGroup | None, operation: Any) -> Tensor:
+        """Returns ``tensor`` reduced over a group, the data axis if None is given.
+
+        Means are taken in floating point, also of integers, and narrow floats are reduced in fp32.
+
+        Args:
+            tensor: Equal in shape on all ranks; written to only where Lightning's own reduction would.
+            group: The ranks; None or the world stand for the data axis.
+            operation: "mean", "avg", "sum", "min", "max", "product", or a torch ReduceOp.
+        """
+        group = self._counted(group)
+        if group.size() == 1:
+            return tensor
+        name = operation.lower() if isinstance(operation, str) else None
+        mean = name in ("mean", "avg") or operation == dist.ReduceOp.AVG
+        wide = tensor.to(self._device, _wide(tensor.dtype, mean=mean), copy=True)
+        dist.all_reduce(wide, op=dist.ReduceOp.SUM if mean else _OPERATIONS.get(name or "", operation), group=group)
+        if mean:
+            wide /= group.size()
+        return wide if mean and not tensor.is_floating_point() else wide.to(tensor.device, tensor.dtype)
+
+    def gather(self, tensor: Tensor, group: dist.ProcessGroup | None, *, with_gradients: bool) -> Tensor:
+        """Returns the tensors of a group stacked on a new first dim; the tensor itself where the group is one rank."""
+        group = self._counted(group)
+        if group.size() == 1:
+            return tensor
+        from torch.distributed.nn.functional import all_gather
+
+        with torch.set_grad_enabled(with_gradients and torch.is_grad_enabled()):
+            return torch.stack(all_gather(tensor.contiguous(), group))
+
+    def agree(self, decision: bool, *, all_ranks: bool) -> bool:
+        """Returns whether all ranks of the world, or any of them, decided True."""
+        if self._world.size() == 1:
+            return decision
+        value = torch.tensor(int(decision), device=self._device)
+        dist.all_reduce(value, op=dist.ReduceOp.MIN if all_ranks else dist.ReduceOp.MAX, group=self._world)
+        return bool(value)
+
+    def largest(self, numbers: list[int]) -> list[int]:
+        """Returns the largest of each number over the data axis."""
+        return self._extremes(numbers, dist.ReduceOp.MAX)
+
+    def smallest(self, numbers: list[int]) -> list[int]:
+        """Returns the smallest of each number over the data axis."""
+        return self._extremes(numbers, dist.ReduceOp.MIN)
+
+    def _extremes(self, numbers: list[int], operation: Any) -> list[int]:
+        if self.data.size() == 1 or not numbers:
+            return numbers
+        values = torch.tensor(numbers, device=self._device)
+        dist.all_reduce(values, op=operation, group=self.data)
+        return [int(value) for value in values]
+
+    def _counted(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+        return self.data if group is None or group is self._world else group
+
+
+def _wide(dtype: torch.dtype, *, mean: bool) -> torch.dtype:
+    """The dtype to reduce in: integers keep theirs unless averaged, floats have at least 32 bits."""
+    if dtype == torch.bool:
+        return torch.int64 if not mean else torch.float32
+    if dtype in (torch.float16, torch.bfloat16) or (mean and not dtype.is_floating_point):
+        return torch.float32
+    return dtype
