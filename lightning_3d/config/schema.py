@@ -203,12 +203,12 @@ class BatchConfig:
     """How many samples make one training step, whatever the mesh.
 
     Attributes:
-        global_size: Samples of one batch over all data ranks.
+        global_size: Samples of one batch over all data ranks; None if the data module has its own way.
         micro_size: Samples of one micro-batch on one data rank; None leaves the choice to the strategy.
         local_size: Samples of one batch on one data rank; derived, never set by hand.
     """
 
-    global_size: int
+    global_size: int | None = None
     micro_size: int | None = None
     local_size: int | None = None
 

@@ -1,0 +1,1 @@
+"""Lightning callbacks that know about meshes but need no strategy of ours."""

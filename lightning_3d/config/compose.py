@@ -1,0 +1,143 @@
+"""Hydra over the packaged configuration: composing a run, and the command line that does it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from lightning_3d.config.search import conf_dir, recipe_files
+from lightning_3d.errors import ConfigError, nearest
+
+RECIPE_GROUP = "recipe"
+HYDRA_VERSION_BASE = "1.3"
+_FULL_ERROR = "HYDRA_FULL_ERROR"
+
+
+def compose_run(
+    overrides: Sequence[str] = (), *, config_name: str = "train", config_dir: Path | None = None
+) -> DictConfig:
+    """Returns the configuration that the command line would compose, without running anything.
+
+    Args:
+        overrides: Hydra overrides, as on the command line.
+        config_name: Main file of the verb.
+        config_dir: A user's own directory of groups and recipes.
+
+    Raises:
+        ConfigError: Hydra cannot compose it.
+    """
+    own = [f"hydra.searchpath=[file://{config_dir.resolve()}]"] if config_dir else []
+    home = hydra.initialize_config_dir(str(conf_dir()), version_base=HYDRA_VERSION_BASE)
+    with packaged_recipes(), readable_errors(), home:
+        return hydra.compose(config_name, overrides=[*own, *overrides])
+
+
+def run_hydra(task: Callable[[DictConfig], Any], arguments: Sequence[str], *, config_name: str = "train") -> None:
+    """Runs a task under Hydra: once, or once for each job of a sweep.
+
+    Args:
+        task: Function of the composed configuration.
+        arguments: Hydra's arguments: flags and overrides.
+        config_name: Main file of the verb.
+
+    Raises:
+        ConfigError: The configuration cannot be composed.
+    """
+    command_line = sys.argv
+
+    @functools.wraps(task)
+    def job(cfg: DictConfig) -> Any:
+        # Hydra has read its arguments; from here on the process' own command line is the one to look at.
+        sys.argv = command_line
+        return task(cfg)
+
+    main = hydra.main(str(conf_dir()), config_name, HYDRA_VERSION_BASE)(job)
+    with packaged_recipes(), readable_errors():
+        sys.argv = [command_line[0], *arguments]
+        try:
+            main()
+        finally:
+            sys.argv = command_line
+
+
+@contextmanager
+def packaged_recipes() -> Iterator[None]:
+    """Lets Hydra find the packaged recipes as group ``recipe``; its store is as before afterwards."""
+    store = ConfigStore.instance()
+    before = dict(store.repo.get(RECIPE_GROUP, {}))
+    for name, path in recipe_files().items():
+        store.store(
+            name, OmegaConf.load(path), group=RECIPE_GROUP, package="_global_", provider=__name__.partition(".")[0]
+        )
+    try:
+        yield
+    finally:
+        store.repo[RECIPE_GROUP] = before
+
+
+@contextmanager
+def readable_errors() -> Iterator[None]:
+    """Turns Hydra's and OmegaConf's errors into one that names the nearest key; ``HYDRA_FULL_ERROR=1`` leaves them."""
+    asked = os.environ.get(_FULL_ERROR)
+    # Otherwise Hydra prints the error itself, shortened, and ends the process.
+    os.environ[_FULL_ERROR] = "1"
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        if asked == "1":
+            raise
+        raise _readable(error) from error
+    finally:
+        if asked is None:
+            del os.environ[_FULL_ERROR]
+        else:
+            os.environ[_FULL_ERROR] = asked
+
+
+def _readable(error: Exception) -> ConfigError:
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    if isinstance(error, MissingConfigException) and error.options is not None:
+        return _no_such_file(str(error.missing_cfg_file), error.options)
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and isinstance(cause.parent_node, DictConfig):
+        return _no_such_key(str(cause.full_key), cause.parent_node)
+    facts = [str(part).strip() for part in dict.fromkeys((error, cause)) if str(part).strip()]
+    return ConfigError("\n".join(facts))
+
+
+def _no_such_file(file: str, options: Sequence[str]) -> ConfigError:
+    group, _, name = file.removesuffix(".yaml").rpartition("/")
+    close = nearest(name, options)
+    return ConfigError(f"{group}={name} does not exist", valid=options, fix=f"{group}={close}" if close else None)
+
+
+def _no_such_key(full_key: str, parent: DictConfig) -> ConfigError:
+    prefix, _, name = full_key.rpartition(".")
+    tree = OmegaConf.to_container(parent, resolve=False)
+    assert isinstance(tree, dict)
+    siblings = [str(key) for key in tree if key != "hydra"]
+    close = nearest(name, siblings) or next((path for path in _paths(tree) if path.endswith(f".{name}")), None)
+    return ConfigError(
+        f"there is no key {full_key} in the configuration",
+        valid=sorted(siblings),
+        fix=f"{prefix}.{close}".lstrip(".") if close else f"+{full_key}=... to add it",
+    )
+
+
+def _paths(tree: Mapping[Any, Any]) -> Iterator[str]:
+    for key, value in tree.items():
+        if key == "hydra":
+            continue
+        yield str(key)
+        if isinstance(value, dict):
+            yield from (f"{key}.{path}" for path in _paths(value))

@@ -1,0 +1,110 @@
+"""One training job: build its parts, fit, test, report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_3d.config.schema import RunConfig
+from lightning_3d.errors import ConfigError, nearest
+from lightning_3d.log import get_logger
+from lightning_3d.strategy.launcher import Mesh3DLauncher, single_job
+from lightning_3d.train.prepare import SINGLE_STRATEGY, typed
+
+_log = get_logger(__name__)
+
+
+def train(cfg: DictConfig) -> float | None:
+    """Fits a model and tests its best checkpoint, as configured.
+
+    Args:
+        cfg: A configuration that ``prepare`` has seen.
+
+    Returns:
+        The last value of ``optimized_metric``, equal on all ranks; None if no metric is named.
+
+    Raises:
+        ConfigError: No metric of that name was logged.
+    """
+    run: RunConfig = typed(cfg, RunConfig)
+    # Interpolations know Hydra's job, which other processes such as data workers do not have.
+    OmegaConf.resolve(cfg)
+    with single_job() as launchers:
+        if run.seed is not None:
+            seed_everything(run.seed, workers=True)
+        data: LightningDataModule = instantiate(cfg.data)
+        model: LightningModule = instantiate(cfg.model)
+        trainer = _trainer(cfg)
+        if isinstance(launcher := trainer.strategy.launcher, Mesh3DLauncher):
+            launchers.append(launcher)
+        for logger in trainer.loggers:
+            logger.log_hyperparams(OmegaConf.to_container(cfg))  # type: ignore[arg-type]  # resolved: a plain dict
+        metrics = _fit_and_test(trainer, model, data, run)
+        if trainer.is_global_zero:
+            _report(trainer, metrics)
+    return None if run.optimized_metric is None else _chosen(metrics, run.optimized_metric)
+
+
+def _trainer(cfg: DictConfig) -> Trainer:
+    callbacks: list[Callback] = [instantiate(callback) for callback in cfg.callbacks.values() if callback]
+    loggers: list[Logger] = [instantiate(logger) for logger in cfg.logger.values() if logger]
+    if cfg.strategy.get("_target_") == SINGLE_STRATEGY and cfg.strategy.device is None:
+        cfg.strategy.device = _only_device(cfg.trainer.accelerator)
+    make = instantiate(cfg.trainer, _partial_=True)
+    trainer: Trainer = make(strategy=instantiate(cfg.strategy), callbacks=callbacks, logger=loggers or False)
+    return trainer
+
+
+def _only_device(accelerator: str) -> str:
+    return "cuda:0" if accelerator in ("auto", "gpu", "cuda") and CUDAAccelerator.is_available() else "cpu"
+
+
+def _fit_and_test(
+    trainer: Trainer, model: LightningModule, data: LightningDataModule, run: RunConfig
+) -> Mapping[str, torch.Tensor]:
+    metrics: dict[str, torch.Tensor] = {}
+    checkpoint = run.ckpt_path
+    if run.train:
+        trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
+        metrics |= trainer.callback_metrics
+        checkpoint = _best(trainer)
+    if run.test and is_overridden("test_step", model) and is_overridden("test_dataloader", data):
+        trainer.test(model, datamodule=data, ckpt_path=checkpoint, verbose=False)
+        metrics |= trainer.callback_metrics
+    return metrics
+
+
+def _best(trainer: Trainer) -> str | None:
+    """Returns the best checkpoint, the last one if none was chosen, or None for the weights as they are."""
+    saver: Any = trainer.checkpoint_callback
+    if saver is None:
+        return None
+    return saver.best_model_path or getattr(saver, "last_model_path", "") or None
+
+
+def _report(trainer: Trainer, metrics: Mapping[str, torch.Tensor]) -> None:
+    for name in sorted(metrics):
+        _log.info("%s %.4f", name, float(metrics[name]))
+    saver: Any = trainer.checkpoint_callback
+    for kind in ("best", "last"):
+        if path := getattr(saver, f"{kind}_model_path", ""):
+            _log.info("%s checkpoint %s", kind, path)
+
+
+def _chosen(metrics: Mapping[str, torch.Tensor], name: str) -> float:
+    if name not in metrics:
+        close = nearest(name, metrics)
+        raise ConfigError(
+            f"optimized_metric={name} was not logged",
+            valid=sorted(metrics),
+            fix=f"optimized_metric={close}" if close else None,
+        )
+    return float(metrics[name])
