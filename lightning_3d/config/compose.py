@@ -125,18 +125,19 @@ def _no_such_key(full_key: str, parent: DictConfig) -> ConfigError:
     prefix, _, name = full_key.rpartition(".")
     tree = OmegaConf.to_container(parent, resolve=False)
     assert isinstance(tree, dict)
-    siblings = [str(key) for key in tree if key != "hydra"]
+    groups = [] if prefix else [path.name for path in conf_dir().iterdir() if path.is_dir()] + [RECIPE_GROUP]
+    siblings = sorted({*groups, *(str(key) for key in tree if not str(key).startswith("_"))})
     close = nearest(name, siblings) or next((path for path in _paths(tree) if path.endswith(f".{name}")), None)
     return ConfigError(
         f"there is no key {full_key} in the configuration",
-        valid=sorted(siblings),
+        valid=siblings,
         fix=f"{prefix}.{close}".lstrip(".") if close else f"+{full_key}=... to add it",
     )
 
 
 def _paths(tree: Mapping[Any, Any]) -> Iterator[str]:
     for key, value in tree.items():
-        if key == "hydra":
+        if key == "hydra":  # its own options are no part of a run
             continue
         yield str(key)
         if isinstance(value, dict):

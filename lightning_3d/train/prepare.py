@@ -78,7 +78,7 @@ def typed(cfg: DictConfig, schema: type[Schema]) -> Schema:
     try:
         values = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.masked_copy(cfg, names)))
     except OmegaConfBaseException as error:
-        raise ConfigError(str(error.msg or error), valid=f"see {schema.__name__}") from error
+        raise ConfigError(str(error.msg or error)) from error
     assert isinstance(values, schema)
     return values
 
@@ -179,7 +179,7 @@ def _targets(node: object, key: str = "") -> Iterator[tuple[str, str]]:
             if name == "_target_":
                 yield f"{key}._target_".lstrip("."), str(node[name])
             elif not OmegaConf.is_missing(node, name):
-                yield from _targets(node[name], f"{key}.{name}".lstrip("."))
+                yield from _targets(node[name], f"{key}.{name!s}".lstrip("."))
     elif isinstance(node, ListConfig):
         for index, entry in enumerate(node):
             yield from _targets(entry, f"{key}[{index}]")
