@@ -19,7 +19,7 @@ demo: $(VENV)/.with-base ## install, then train a small language model on real t
 	$(BIN)/lightning-3d train recipe=demo
 
 test: lint ## everything that CI runs
-	$(ONE_THREAD) $(BIN)/python -m pytest -q
+	$(ONE_THREAD) $(BIN)/python -m pytest --durations=15
 
 check: lint ## the fast part of the tests, for each edit
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -m "not (slow or spmd or parity)"
@@ -37,7 +37,7 @@ bench: $(VENV)/.with-test ## step times beside Lightning's own strategies
 
 docs: $(VENV)/.with-docs ## write the map of the code, build the pages into site/
 	$(BIN)/python -m tests.contract.map
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean: ## remove what builds and tests left behind, not $(VENV)
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache

@@ -87,8 +87,9 @@ def test_arguments_of_the_strategy() -> None:
 
 @pytest.mark.parametrize(
     ("program", "registered"),
-    [("train.py", True), ("lightning-3d", False), ("/usr/bin/lightning-3d", False), ("-m", False)],
+    [("train.py", True), ("lightning-3d", False), ("/usr/bin/lightning-3d", False), ("-m", True)],
 )
+# "-m" alone is how the module of another package begins; `python -m lightning_3d` is tried in the tests of the command line.
 def test_import_registers_unless_the_process_is_our_command_line(program: str, registered: bool) -> None:
     code = f"import sys; sys.argv = [{program!r}]; import lightning_3d; print('lightning_3d.strategy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90, check=True)
