@@ -89,7 +89,7 @@ def test_arguments_of_the_strategy() -> None:
     ("program", "registered"),
     [("train.py", True), ("lightning-3d", False), ("/usr/bin/lightning-3d", False), ("-m", True)],
 )
-# "-m" alone is how the module of another package begins; `python -m lightning_3d` is tried in the tests of the command line.
+# "-m" alone is how a module of another package begins; our own is tried in the tests of the command line.
 def test_import_registers_unless_the_process_is_our_command_line(program: str, registered: bool) -> None:
     code = f"import sys; sys.argv = [{program!r}]; import lightning_3d; print('lightning_3d.strategy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90, check=True)
