@@ -21,6 +21,8 @@ from lightning_3d.errors import ConfigError, nearest
 
 RECIPE_GROUP = "recipe"
 HYDRA_VERSION_BASE = "1.3"
+# Hydra's arguments for every rank but the first, which alone writes .hydra and the log.
+QUIET_RANK = ("hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 
 

@@ -18,6 +18,8 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from omegaconf import OmegaConf
 from typing_extensions import override
 
+from lightning_3d.config.compose import QUIET_RANK
+
 # What a launch and a seed leave in the environment; the next job in this process must find none of it.
 _JOB_VARIABLES = (
     "MASTER_ADDR",
@@ -78,9 +80,7 @@ def rank_arguments() -> list[str]:
     ours = [
         "hydra.mode=RUN",
         f"hydra.run.dir={QuotedString(str(job.runtime.output_dir), Quote.single).with_quotes()}",
-        # Rank 0 alone writes .hydra and the log file.
-        "hydra.output_subdir=null",
-        "hydra/job_logging=none",
+        *QUIET_RANK,
     ]
     for key in ("num", "id"):
         if not OmegaConf.is_missing(job.job, key):

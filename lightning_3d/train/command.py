@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lightning_3d.config.compose import run_hydra
+from lightning_3d.config.compose import QUIET_RANK, run_hydra
 from lightning_3d.train.prepare import prepare
 
 
@@ -56,7 +56,7 @@ def _single_writer(arguments: Sequence[str]) -> list[str]:
         return list(arguments)
     own = [f"paths.run_name=slurm_{os.environ['SLURM_JOB_ID']}_{step}"]
     if os.environ["SLURM_PROCID"] != "0":
-        own += ["hydra.output_subdir=null", "hydra/job_logging=none"]
+        own += QUIET_RANK
     return [*own, *arguments]
 
 
