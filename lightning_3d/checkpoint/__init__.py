@@ -1,0 +1,5 @@
+"""Checkpoints: metadata as plain data (`containers`), whole or not at all (`files`, `agreement`), names and layouts.
+
+`layout` and `optimizers` say what a module's and an optimizer's tensors are called and how they are cut, `tensors`
+speaks to torch.distributed.checkpoint, `store` saves a checkpoint, `restore` loads one.
+"""

@@ -1,0 +1,143 @@
+"""What a module's tensors are called in a checkpoint, and how whole tensors and shards become each other."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+# Wrappers that other libraries put around a module; a checkpoint does not know of them.
+_WRAPPER_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+
+
+def canonical(name: str) -> str:
+    """Returns a tensor's name without the wrappers of torch.compile and activation checkpointing."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES)
+
+
+def module_state(module: nn.Module) -> dict[str, Any]:
+    """Returns the module's state dict by canonical names, as this rank holds it: DTensors stay shards.
+
+    Names of one tied parameter map to one object.
+
+    Args:
+        module: The module; its own ``state_dict`` decides what belongs to the state.
+    """
+    reshard(module)
+    first: dict[int, str] = {}
+    owner = {name: first.setdefault(id(tensor), name) for name, tensor in _named_tensors(module)}
+    state = {canonical(name): value for name, value in module.state_dict().items()}
+    return {name: state.get(owner.get(name, name), value) for name, value in state.items()}
+
+
+def module_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Returns all tensors that a checkpoint of the module may fill, by canonical name.
+
+    Args:
+        module: The module. Tensors that its ``state_dict`` leaves out are here too.
+    """
+    state = {name: value for name, value in module_state(module).items() if isinstance(value, Tensor)}
+    return {name: tensor.detach() for name, tensor in _named_tensors(module)} | state
+
+
+def parameter_names(module: nn.Module) -> dict[nn.Parameter, str]:
+    """Returns every parameter's canonical name, a tied one's first.
+
+    Args:
+        module: The module; it is brought to its sharded state, in which optimizers know its parameters.
+    """
+    reshard(module)
+    return {parameter: canonical(name) for name, parameter in module.named_parameters()}
+
+
+def reshard(module: nn.Module) -> None:
+    """Frees gathered parameters, so that the module's parameters are its shards."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def empty_like(target: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns an uninitialised tensor laid out as ``target``, a DTensor for a DTensor."""
+    return torch.empty_like(target.detach(), dtype=dtype)
+
+
+def laid_out(source: Tensor, target: Tensor) -> Tensor:
+    """Returns ``source`` as a new tensor laid out as ``target``; a whole source is cut without communication.
+
+    Args:
+        source: A DTensor laid out as ``target``, or the whole tensor, the same on every rank.
+        target: A tensor of the same global shape.
+    """
+    if isinstance(source, DTensor):
+        return source
+    filled = empty_like(target, source.dtype)
+    if not isinstance(filled, DTensor):
+        return filled.copy_(source)
+    # The protocol of torch.distributed.checkpoint for sharded tensors: which chunks of the whole does this rank hold?
+    pieces: Any = filled
+    for chunk in pieces.__create_chunk_list__():
+        local = pieces.__get_tensor_shard__(MetadataIndex("", chunk.offsets))
+        part = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        local.copy_(source[part])
+    return filled
+
+
+def whole(tensor: Tensor, keep: bool) -> Tensor | None:
+    """Returns the whole tensor on CPU where ``keep``; all ranks of a DTensor's mesh call it together.
+
+    Args:
+        tensor: A plain tensor or a DTensor.
+        keep: Whether this rank wants it; others take part and get None.
+    """
+    local = tensor.detach()
+    if isinstance(local, DTensor):
+        # Offloaded shards lie on CPU while their group speaks the mesh's device.
+        on_mesh: Any = local.to(local.device_mesh.device_type)
+        local = on_mesh.full_tensor()
+    return local.cpu() if keep else None
+
+
+def gather_whole(value: Any, keep: bool, gathered: dict[int, Tensor | None]) -> Any:
+    """Returns ``value`` with every tensor in it whole and on CPU, one after the other.
+
+    Args:
+        value: A tensor, or dicts, lists and tuples that hold some; the same structure on every rank.
+        keep: Whether this rank wants the tensors; others get None in their place.
+        gathered: What is already whole, by identity, so that tied tensors stay one.
+    """
+    if isinstance(value, Tensor):
+        if id(value) not in gathered:
+            gathered[id(value)] = whole(value, keep)
+        return gathered[id(value)]
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, gather_whole(part, keep, gathered)) for key, part in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(gather_whole(part, keep, gathered) for part in value)
+    return value
+
+
+def full_state_dict(module: nn.Module, *, keep: bool) -> dict[str, Any]:
+    """Returns the module's whole state dict on CPU, gathered tensor by tensor. Every rank calls it.
+
+    Args:
+        module: The module, sharded or not.
+        keep: Whether this rank wants the result; others take part and get an empty dict.
+    """
+    state = gather_whole(module_state(module), keep, {})
+    return state if keep else {}
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        yield canonical(name), parameter
+    for prefix, part in module.named_modules():
+        for name, buffer in part.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in part._non_persistent_buffers_set:
+                yield canonical(name), buffer

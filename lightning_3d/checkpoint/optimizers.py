@@ -1,0 +1,223 @@
+"""Optimizer state by parameter name: taken out, split into tensors and the rest, and put back.
+
+torch's own helpers take a step with zero gradients to make state that is not there yet. That counts a step, and cannot
+express a parameter that has no state; so state is taken and given exactly as ``Optimizer.state_dict`` has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor, Replicate, empty
+from torch.optim import Optimizer
+
+from lightning_3d.checkpoint.layout import empty_like, laid_out, parameter_names
+from lightning_3d.errors import CheckpointError
+
+_TENSOR = "__tensor__"
+_SHOWN = 5
+
+
+def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Returns the optimizer's state dict with parameter names in the place of torch's indices.
+
+    Args:
+        module: The module whose parameters it steps.
+        optimizer: A torch optimizer. Its state is not touched, nor made where there is none yet.
+
+    Returns:
+        ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}``, DTensors as shards.
+
+    Raises:
+        CheckpointError: It steps a parameter that the module does not have.
+    """
+    names = names_of(module, optimizer)
+    state = named(optimizer.state_dict(), names)
+    # One order on every rank: torch keeps the order in which state was first made.
+    ordered = {name: state["state"][name] for name in _flat(names) if name in state["state"]}
+    return {**state, "state": ordered | state["state"]}
+
+
+def indexed(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a state by names in torch's own form: by index, in the order of the parameter groups.
+
+    Args:
+        state: From :func:`optimizer_state`.
+    """
+    index = {name: number for number, name in enumerate(_flat(group_names(state)))}
+    groups = [{**group, "params": [index[name] for name in group["params"]]} for group in state["param_groups"]]
+    return {"state": {index.get(name, name): value for name, value in state["state"].items()}, "param_groups": groups}
+
+
+def named(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Returns torch's own form with names in the place of the indices.
+
+    Args:
+        state: An optimizer's state dict, by index.
+        names: The parameters' names, group by group, as many as the state has indices.
+    """
+    name = dict(zip(_flat(group_names(state)), _flat(names), strict=True))
+    groups = [{**group, "params": list(own)} for group, own in zip(state["param_groups"], names, strict=True)]
+    return {"state": {name.get(index, index): value for index, value in state["state"].items()}, "param_groups": groups}
+
+
+def group_names(state: Mapping[str, Any]) -> list[list[Any]]:
+    """Returns the parameters of a state, group by group: names or indices."""
+    return [list(group["params"]) for group in state["param_groups"]]
+
+
+def split(state: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Splits a state by names into its tensors and all the rest.
+
+    Args:
+        state: From :func:`optimizer_state`.
+        prefix: The optimizer's name in the checkpoint.
+
+    Returns:
+        The state with a reference in the place of each tensor, and the tensors by ``state.<name>.<key>``.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def kept(value: Any, place: str) -> Any:
+        if isinstance(value, Tensor):
+            tensors[place] = value
+            return {_TENSOR: f"{prefix}.{place}", "distributed": isinstance(value, DTensor)}
+        if isinstance(value, Mapping):
+            return {key: kept(part, f"{place}.{key}") for key, part in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(kept(part, f"{place}.{index}") for index, part in enumerate(value))
+        return value
+
+    return {"state": kept(state["state"], "state"), "param_groups": state["param_groups"]}, tensors
+
+
+def destinations(
+    state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], stored: Mapping[str, TensorStorageMetadata]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Returns a split state with tensors to read into, and those tensors by flat name.
+
+    Args:
+        state: From :func:`split`, for names in ``parameters``.
+        parameters: The parameters, by name.
+        stored: What the checkpoint holds.
+    """
+    into: dict[str, Tensor] = {}
+
+    def made(value: Any, parameter: nn.Parameter | None) -> Any:
+        if isinstance(value, Mapping) and _TENSOR in value:
+            name = value[_TENSOR]
+            if name not in stored:
+                raise CheckpointError(f"the checkpoint has no tensor {name}", fix="load another one, this is damaged")
+            entry = stored[name]
+            into[name] = _destination(parameter, entry.size, entry.properties.dtype, value["distributed"])
+            return into[name]
+        return _mapped(value, lambda part: made(part, parameter))
+
+    return {**state, "state": {name: made(value, parameters.get(name)) for name, value in state["state"].items()}}, into
+
+
+def cut(state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    """Returns a state of whole tensors with each tensor laid out as this rank's parameter is.
+
+    Args:
+        state: A state by names with whole tensors, the same on every rank.
+        parameters: The parameters, by name.
+    """
+
+    def made(value: Any, parameter: nn.Parameter | None) -> Any:
+        if isinstance(value, Tensor):
+            return laid_out(value, _destination(parameter, value.shape, value.dtype, value.dim() > 0))
+        return _mapped(value, lambda part: made(part, parameter))
+
+    return {**state, "state": {name: made(value, parameters.get(name)) for name, value in state["state"].items()}}
+
+
+def matched(state: Mapping[str, Any], module: nn.Module, optimizer: Optimizer, where: str) -> dict[str, Any]:
+    """Returns a state by names arranged as the optimizer's groups are, whatever order it was saved in.
+
+    Args:
+        state: The saved state by names.
+        module: The module.
+        optimizer: The optimizer that will take it.
+        where: The optimizer's name, for errors.
+
+    Raises:
+        CheckpointError: The optimizer has other parameters, or groups that the saved ones do not map to.
+    """
+    mine, saved = names_of(module, optimizer), group_names(state)
+    if set(_flat(mine)) != set(_flat(saved)) and [len(names) for names in mine] == [len(names) for names in saved]:
+        # Parameters were renamed since; torch matches by order, and so does this.
+        state, saved = named(indexed(state), mine), mine
+    _check_names(_flat(mine), _flat(saved), where)
+    group_of = {name: number for number, names in enumerate(saved) for name in names}
+    groups = []
+    for number, names in enumerate(mine):
+        sources = {group_of[name] for name in names} or {number}
+        if len(sources) > 1 or not sources <= set(range(len(saved))):
+            raise CheckpointError(
+                f"parameter group {number} of {where} holds parameters of the saved groups {sorted(sources)}",
+                valid=f"{len(saved)} groups as they were saved, of {[len(names) for names in saved]} parameters",
+                fix="make the same parameter groups in configure_optimizers, or start a new run from the weights alone",
+            )
+        groups.append({**state["param_groups"][sources.pop()], "params": names})
+    return {"state": state["state"], "param_groups": groups}
+
+
+def load(state: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """Gives a matched state by names, laid out for this rank, to the optimizer."""
+    optimizer.load_state_dict(indexed(state))
+
+
+def names_of(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """Returns the names of the parameters that an optimizer steps, group by group."""
+    names = parameter_names(module)
+    strange = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter not in names]
+    if strange:
+        shapes = ", ".join(str(tuple(parameter.shape)) for parameter in strange[:_SHOWN])
+        raise CheckpointError(
+            f"{type(optimizer).__name__} steps {len(strange)} parameters that are not in the module, of shape {shapes}",
+            fix="give the optimizer the parameters of the LightningModule, as configure_optimizers sees them",
+        )
+    return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _check_names(mine: Sequence[str], saved: Sequence[str], where: str) -> None:
+    absent = [name for name in mine if name not in set(saved)]
+    strange = [name for name in saved if name not in set(mine)]
+    if absent or strange:
+        parts = [f"{len(absent)} without saved state ({_shown(absent)})"] if absent else []
+        parts += [f"{len(strange)} saved ones that it does not step ({_shown(strange)})"] if strange else []
+        raise CheckpointError(
+            f"{where} steps other parameters than the saved one: {', '.join(parts)}",
+            fix="freeze and group parameters as in the saved run, or start a new run from the weights alone",
+        )
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+
+
+def _destination(parameter: Tensor | None, size: torch.Size, dtype: torch.dtype, distributed: bool) -> Tensor:
+    if isinstance(parameter, DTensor) and len(size) > 0:
+        if size == parameter.shape:
+            return empty_like(parameter, dtype)
+        if distributed:
+            mesh = parameter.device_mesh
+            return empty(*size, dtype=dtype, device_mesh=mesh, placements=[Replicate()] * mesh.ndim)
+    return torch.empty(size, dtype=dtype)
+
+
+def _mapped(value: Any, convert: Callable[[Any], Any]) -> Any:
+    if isinstance(value, Mapping):
+        return {key: convert(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(convert(part) for part in value)
+    return value
+
+
+def _flat(groups: Sequence[Sequence[Any]]) -> list[Any]:
+    return [name for group in groups for name in group]

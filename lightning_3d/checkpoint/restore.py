@@ -1,0 +1,314 @@
+"""Loading: our directories and files, or a file of plain Lightning, into a module as this rank holds it."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.io import TorchCheckpointIO
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_3d.checkpoint.agreement import together
+from lightning_3d.checkpoint.containers import from_plain
+from lightning_3d.checkpoint.files import resolve
+from lightning_3d.checkpoint.generators import set_random_state
+from lightning_3d.checkpoint.layout import canonical, empty_like, laid_out, module_tensors, parameter_names
+from lightning_3d.checkpoint.optimizers import cut, destinations, indexed, matched, named, names_of
+from lightning_3d.checkpoint.store import FORMAT, META_FILE, MODULE_KEY, OPTIMIZERS_KEY, OURS, is_remote
+from lightning_3d.checkpoint.tensors import read_tensors, stored_tensors
+from lightning_3d.errors import CheckpointError
+from lightning_3d.log import get_logger, info_once
+
+_DAMAGED = "load another checkpoint, this one is damaged"
+_SHOWN = 5
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredCheckpoint:
+    """An opened checkpoint: its metadata in memory, its tensors still on the disk.
+
+    Attributes:
+        path: Where it lies.
+        metadata: Lightning's checkpoint without ``state_dict`` and ``optimizer_states``, in its original containers.
+        optimizers: For a directory, states by names with references to tensors; for a file, states of torch's own form
+            with tensors mapped from the disk. None if only weights were saved.
+        optimizer_names: For one of our files, the parameters' names by optimizer and group.
+        extra: The module's extra state that is not tensors.
+        random: The random states of each rank, or None.
+        whole: For a file, the module's state; None for a directory.
+    """
+
+    path: Path | str
+    metadata: dict[str, Any]
+    optimizers: list[dict[str, Any]] | None
+    optimizer_names: list[list[list[str]]] | None
+    extra: dict[str, Any]
+    random: list[dict[str, Any]] | None
+    whole: dict[str, Any] | None
+
+
+def open_checkpoint(
+    path: str | Path, *, weights_only: bool | None, group: dist.ProcessGroup | None
+) -> StoredCheckpoint:
+    """Opens a checkpoint and reads its metadata. Every rank calls it.
+
+    Args:
+        path: The checkpoint as this rank sees it: a directory, a file, or a URL of a file.
+        weights_only: None and True load plain data alone; False unpickles a file of someone trusted.
+        group: The ranks that load together, None for one process.
+
+    Raises:
+        CheckpointError: On every rank: the path does not exist, is unfinished or damaged, or needs unpickling.
+    """
+    with together(group, f"open the checkpoint {path}", _DAMAGED):
+        if is_remote(path):
+            content = TorchCheckpointIO().load_checkpoint(
+                path, map_location=lambda storage, _: storage, weights_only=weights_only is not False
+            )
+            return _of_file(path, content)
+        return _open_local(resolve(Path(path).absolute()), weights_only is not False)
+    raise AssertionError("together() lets no failure through")
+
+
+def read_module_state(
+    stored: StoredCheckpoint, module: nn.Module, *, group: dist.ProcessGroup | None
+) -> dict[str, Any]:
+    """Reads the module's state as this rank needs it, for hooks that edit it before it is loaded.
+
+    Args:
+        stored: An opened checkpoint.
+        module: The module it is meant for: tensors with its names and shapes come laid out as its own, others whole.
+        group: The ranks that load together, None for one process.
+
+    Raises:
+        CheckpointError: On every rank, if any rank could not read.
+    """
+    if stored.whole is not None:
+        return {canonical(name): value for name, value in stored.whole.items()} | stored.extra
+    targets = module_tensors(module)
+    prefix = f"{MODULE_KEY}."
+    state: dict[str, Tensor] = {}
+    for flat, entry in stored_tensors(Path(stored.path)).items():
+        name = flat.removeprefix(prefix)
+        if flat.startswith(prefix):
+            target = targets.get(name)
+            fits = target is not None and target.shape == entry.size
+            state[name] = empty_like(targets[name], targets[name].dtype) if fits else _empty(entry)
+    read_tensors(Path(stored.path), {f"{prefix}{name}": tensor for name, tensor in state.items()}, group)
+    return state | stored.extra
+
+
+def load_module_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
+    """Loads a state of shards or whole tensors into the module, each rank its part.
+
+    Args:
+        module: The module.
+        state: From :func:`read_module_state`, possibly edited; whole tensors are the same on every rank.
+        strict: Whether names must match exactly (Lightning's ``strict_loading``).
+
+    Raises:
+        CheckpointError: The state is of another model: names what is missing, unexpected or of another shape.
+    """
+    targets = module_tensors(module)
+    own_names = {canonical(name): name for name in _state_names(module)}
+    fitting: dict[str, Any] = {}
+    for name, value in state.items():
+        target = targets.get(name)
+        fits = isinstance(value, Tensor) and target is not None and target.shape == value.shape
+        fitting[own_names.get(name, name)] = laid_out(value, targets[name]) if fits else value
+    try:
+        module.load_state_dict(fitting, strict=strict)
+    except RuntimeError as error:
+        raise _misfit(module, state, targets, error) from error
+
+
+def load_module(stored: StoredCheckpoint, module: nn.Module, *, strict: bool, group: dist.ProcessGroup | None) -> None:
+    """Loads the weights; see :func:`read_module_state` and :func:`load_module_state`. Every rank calls it."""
+    load_module_state(module, read_module_state(stored, module, group=group), strict=strict)
+
+
+def load_optimizers(
+    stored: StoredCheckpoint, module: nn.Module, optimizers: Sequence[Optimizer], *, group: dist.ProcessGroup | None
+) -> None:
+    """Loads the states of all optimizers by parameter name. Every rank calls it.
+
+    Args:
+        stored: An opened checkpoint.
+        module: The module, as its optimizers know it.
+        optimizers: In the order of ``configure_optimizers``.
+        group: The ranks that load together, None for one process.
+
+    Raises:
+        CheckpointError: Only weights were saved, or another number of optimizers, parameters or groups.
+    """
+    if stored.optimizers is None:
+        raise CheckpointError(
+            f"{stored.path} holds weights but no optimizer state, so training cannot be resumed from it",
+            fix="save with ModelCheckpoint(save_weights_only=False), or load its weights alone and start a new run",
+        )
+    if len(stored.optimizers) != len(optimizers):
+        raise CheckpointError(
+            f"{stored.path} holds {len(stored.optimizers)} optimizers, configure_optimizers returned {len(optimizers)}",
+            fix="configure as many optimizers as were saved, or start a new run from the weights alone",
+        )
+    states = [
+        matched(_by_name(stored, index, module, optimizer), module, optimizer, f"optimizer {index}")
+        for index, optimizer in enumerate(optimizers)
+    ]
+    parameters = {name: parameter for parameter, name in parameter_names(module).items()}
+    if stored.whole is None:
+        available = stored_tensors(Path(stored.path))
+        placed = [destinations(state, parameters, available) for state in states]
+        into = {name: tensor for _, tensors in placed for name, tensor in tensors.items()}
+        read_tensors(Path(stored.path), into, group)
+        states = [state for state, _ in placed]
+    else:
+        states = [cut(state, parameters) for state in states]
+    for optimizer, state in zip(optimizers, states, strict=True):
+        optimizer.load_state_dict(indexed(state))
+
+
+def restore_random(stored: StoredCheckpoint, *, rank: int, world: int, device: torch.device) -> None:
+    """Puts this rank's random states back, if as many ranks saved them; says so otherwise.
+
+    Args:
+        stored: An opened checkpoint.
+        rank: This process' rank.
+        world: How many ranks there are now.
+        device: The device this rank computes on.
+    """
+    if stored.random is None:
+        return
+    if len(stored.random) != world:
+        info_once(_log, f"random states of {len(stored.random)} ranks are not put back on {world} ranks")
+        return
+    set_random_state(stored.random[rank], device)
+
+
+def _open_local(path: Path, weights_only: bool) -> StoredCheckpoint:
+    if not path.is_dir():
+        return _of_file(path, _torch_load(path, weights_only))
+    stored_tensors(path)
+    if not (path / META_FILE).is_file():
+        raise CheckpointError(f"{path} is no finished checkpoint: it has no {META_FILE}", fix=_DAMAGED)
+    metadata, ours = _split_ours(path, _torch_load(path / META_FILE, weights_only))
+    return StoredCheckpoint(
+        path=path,
+        metadata=metadata,
+        optimizers=ours.get("optimizers"),
+        optimizer_names=None,
+        extra=ours.get("extra", {}),
+        random=ours.get("random"),
+        whole=None,
+    )
+
+
+def _of_file(path: Path | str, content: Any) -> StoredCheckpoint:
+    if not isinstance(content, dict) or not isinstance(content.get(MODULE_KEY), Mapping):
+        raise CheckpointError(
+            f"{path} is no checkpoint: it holds no {MODULE_KEY}",
+            fix="give a checkpoint that lightning_3d or Lightning saved",
+        )
+    metadata, ours = _split_ours(path, content)
+    return StoredCheckpoint(
+        path=path,
+        whole=dict(metadata.pop(MODULE_KEY)),
+        optimizers=metadata.pop(OPTIMIZERS_KEY, None),
+        metadata=metadata,
+        optimizer_names=ours.get("optimizers"),
+        extra=ours.get("extra", {}),
+        random=ours.get("random"),
+    )
+
+
+def _split_ours(path: Path | str, content: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Separates our notes from Lightning's metadata and brings the original containers back."""
+    metadata = {key: value for key, value in content.items() if key != OURS}
+    ours = content.get(OURS)
+    if ours is None:
+        return metadata, {}
+    try:
+        if ours["format"] > FORMAT:
+            raise CheckpointError(
+                f"{path} has format {ours['format']}, this version of lightning_3d reads up to {FORMAT}",
+                fix="load it with the version that saved it, or a newer one",
+            )
+        parts = {key: from_plain(*ours[key]) for key in ("optimizers", "extra")}
+        return from_plain(metadata, ours["notes"]), {**parts, "random": ours["random"]}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"the metadata of {path} are damaged: {error!r}", fix=_DAMAGED) from error
+
+
+def _torch_load(path: Path, weights_only: bool) -> Any:
+    try:
+        # Mapped, so that the ranks of one machine share the pages and read only what they use.
+        return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        if not weights_only:
+            raise CheckpointError(f"{path} cannot be read: {error}", fix=_DAMAGED) from error
+        reason = next((line for line in str(error).splitlines() if "GLOBAL" in line), str(error).splitlines()[0])
+        raise CheckpointError(
+            f"{path} holds more than plain data, which is not loaded unasked: {reason.strip()}",
+            fix="if you trust who wrote it: trainer.fit(..., ckpt_path=..., weights_only=False)",
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}", fix=_DAMAGED) from error
+
+
+def _empty(entry: Any) -> Tensor:
+    return torch.empty(entry.size, dtype=entry.properties.dtype)
+
+
+def _by_name(stored: StoredCheckpoint, index: int, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    assert stored.optimizers is not None
+    state = stored.optimizers[index]
+    if stored.whole is None:
+        return state
+    names = names_of(module, optimizer) if stored.optimizer_names is None else stored.optimizer_names[index]
+    sizes, own_sizes = [len(group["params"]) for group in state["param_groups"]], [len(group) for group in names]
+    if sizes != own_sizes:
+        raise CheckpointError(
+            f"optimizer {index} has groups of {own_sizes} parameters, the saved one of {sizes}",
+            fix="make the same parameter groups in configure_optimizers, or start a new run from the weights alone",
+        )
+    return named(state, names)
+
+
+def _state_names(module: nn.Module) -> set[str]:
+    tensors = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    return {*tensors, *(name for name, _ in module.named_buffers(remove_duplicate=False)), *module.state_dict()}
+
+
+def _misfit(
+    module: nn.Module, state: Mapping[str, Any], targets: Mapping[str, Tensor], error: RuntimeError
+) -> CheckpointError:
+    expected = {canonical(name) for name in module.state_dict()}
+    shapes = {
+        name: f"{name}: saved {tuple(value.shape)}, here {tuple(targets[name].shape)}"
+        for name, value in state.items()
+        if isinstance(value, Tensor) and name in targets and targets[name].shape != value.shape
+    }
+    kinds = {
+        "missing": [name for name in expected if name not in state],
+        "unexpected": [name for name in state if name not in expected],
+        "of another shape": list(shapes.values()),
+    }
+    found = [f"{len(names)} {kind} ({_shown(sorted(names))})" for kind, names in kinds.items() if names]
+    strict_fix = "load the checkpoint of this model, or let it load in part: LightningModule.strict_loading = False"
+    return CheckpointError(
+        f"the checkpoint does not fit {type(module).__name__}: {', '.join(found) or error}",
+        fix="build the model with the sizes it was saved with" if shapes else strict_fix,
+    )
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

@@ -1,0 +1,199 @@
+"""Saving: a directory of torch.distributed.checkpoint, or one file that Lightning resumes on one device.
+
+A directory holds the tensors as ``state_dict.<name>`` and ``optimizer_<i>.state.<name>.<key>`` by the names of the
+unsplit module, and ``meta.pt`` with everything else in plain containers. A tied tensor is stored once. Lightning's own
+``consolidate_checkpoint`` reads such a directory too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.io import TorchCheckpointIO
+from torch import Tensor
+
+from lightning_3d.checkpoint.agreement import gather, together
+from lightning_3d.checkpoint.containers import Plain, to_plain
+from lightning_3d.checkpoint.files import Disk, atomic_path, find_disk
+from lightning_3d.checkpoint.layout import gather_whole
+from lightning_3d.checkpoint.optimizers import group_names, indexed, split
+from lightning_3d.checkpoint.tensors import write_tensors
+from lightning_3d.errors import CheckpointError
+from lightning_3d.log import get_logger
+
+FORMAT = 1
+META_FILE = "meta.pt"
+OURS = "lightning_3d"
+MODULE_KEY = "state_dict"
+OPTIMIZERS_KEY = "optimizer_states"
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointState:
+    """What one checkpoint holds, as this rank has it.
+
+    Attributes:
+        metadata: Everything of Lightning's checkpoint but the two below.
+        module: From ``layout.module_state``, possibly edited by the user's hooks.
+        optimizers: From ``optimizers.optimizer_state``, one each; None saves the weights alone.
+        random: From ``generators.random_state``, or None.
+    """
+
+    metadata: Mapping[str, Any]
+    module: Mapping[str, Any]
+    optimizers: Sequence[Mapping[str, Any]] | None
+    random: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, checkpoint: Mapping[str, Any], random: Mapping[str, Any] | None = None) -> CheckpointState:
+        """Returns the state that Lightning's ``dump_checkpoint`` collected.
+
+        Args:
+            checkpoint: The dict that ``Strategy.save_checkpoint`` gets; not changed.
+            random: This rank's random states.
+        """
+        metadata = {key: value for key, value in checkpoint.items() if key not in (MODULE_KEY, OPTIMIZERS_KEY)}
+        return cls(
+            metadata=metadata,
+            module=checkpoint.get(MODULE_KEY, {}),
+            optimizers=checkpoint.get(OPTIMIZERS_KEY),
+            random=random,
+        )
+
+
+def save(path: str | Path, state: CheckpointState, *, distributed: bool, group: dist.ProcessGroup | None) -> None:
+    """Saves a checkpoint; what stood under the name stays until the new one is whole. Every rank calls it.
+
+    Where the ranks do not share the directory (node-local disks), each disk gets a complete checkpoint, gathered in the
+    memory of the first rank there.
+
+    Args:
+        path: The name as this rank sees it: a local path, or a URL that fsspec knows for a single file.
+        state: What to save.
+        distributed: True for a directory that all ranks write, False for one file.
+        group: All ranks of the mesh, with a backend for CPU objects; None for one process.
+
+    Raises:
+        CheckpointError: On every rank alike, if any rank could not save.
+    """
+    remote = is_remote(path)
+    if remote and distributed:
+        raise CheckpointError(
+            f"{path} is not a local path, and a sharded checkpoint needs one",
+            fix="choose a directory that all nodes mount, or save one file: strategy.save_distributed_checkpoint=false",
+        )
+    if remote:
+        _save_remote(str(path), state, group)
+        return
+    target = Path(path).absolute()
+    disk = find_disk(target.parent, group)
+    if not disk.shared:
+        _log.info("%s is on %d separate disks: each gets a complete checkpoint", target.parent, len(disk.leaders))
+    if distributed:
+        _save_directory(target, state, disk, group)
+    else:
+        _save_file(target, state, disk, group)
+
+
+def is_remote(path: str | Path) -> bool:
+    """Returns whether a path is a URL, not a name on this machine."""
+    return "://" in str(path) and not str(path).startswith("file://")
+
+
+def _save_directory(target: Path, state: CheckpointState, disk: Disk, group: dist.ProcessGroup | None) -> None:
+    parts = [split(optimizer, f"optimizer_{index}") for index, optimizer in enumerate(state.optimizers or ())]
+    aliases, module, extra = _untied(state.module)
+    nested = {MODULE_KEY: module} | {
+        f"optimizer_{index}": tensors for index, (_, tensors) in enumerate(parts) if tensors
+    }
+    kept = None if state.optimizers is None else [rest for rest, _ in parts]
+    meta = _meta(target, state, kept, extra, disk.leads, group)
+    if not disk.shared:
+        nested = gather_whole(nested, disk.leads, {})
+    writers = group if disk.shared else None
+    with atomic_path(target, disk, group, directory=True) as temporary:
+        if disk.shared or disk.leads:
+            write_tensors(temporary, nested, aliases, writers)
+        if disk.leads:
+            torch.save(meta, temporary / META_FILE)
+
+
+def _save_file(target: Path, state: CheckpointState, disk: Disk, group: dist.ProcessGroup | None) -> None:
+    checkpoint = _whole_checkpoint(target, state, disk.leads, group)
+    with atomic_path(target, disk, group, directory=False) as temporary:
+        if disk.leads:
+            torch.save(checkpoint, temporary)
+
+
+def _save_remote(url: str, state: CheckpointState, group: dist.ProcessGroup | None) -> None:
+    first = group is None or dist.get_rank(group) == 0
+    checkpoint = _whole_checkpoint(url, state, first, group)
+    with together(group, f"write the checkpoint {url}", "check the address and its permissions, then save again"):
+        if first:
+            TorchCheckpointIO().save_checkpoint(checkpoint, url)
+
+
+def _whole_checkpoint(
+    target: str | Path, state: CheckpointState, keep: bool, group: dist.ProcessGroup | None
+) -> dict[str, Any]:
+    """Returns what plain Lightning would write, with our notes beside it."""
+    optimizers = None if state.optimizers is None else [indexed(optimizer) for optimizer in state.optimizers]
+    names = None if state.optimizers is None else [group_names(optimizer) for optimizer in state.optimizers]
+    _, _, extra = _untied(state.module)
+    meta = _meta(target, state, names, extra, keep, group)
+    gathered: dict[int, Tensor | None] = {}
+    module = gather_whole(dict(state.module), keep, gathered)
+    whole = {MODULE_KEY: module | meta[OURS]["extra"][0] if keep else {}}
+    if optimizers is not None:
+        whole[OPTIMIZERS_KEY] = gather_whole(optimizers, keep, gathered)
+    return meta | whole
+
+
+def _meta(
+    target: str | Path,
+    state: CheckpointState,
+    optimizers: Any,
+    extra: Mapping[str, Any],
+    keep: bool,
+    group: dist.ProcessGroup | None,
+) -> dict[str, Any]:
+    """Returns the metadata in plain containers, ours under one key; every rank agrees that it can be saved."""
+    random = gather(group, state.random)
+    metadata = gather_whole(dict(state.metadata), keep, {})
+    with together(group, f"save the metadata of {target}", "store plain data"):
+        plain = to_plain(metadata)
+        ours = {
+            "format": FORMAT,
+            "notes": plain.notes,
+            "optimizers": _pair(to_plain(optimizers, OPTIMIZERS_KEY)),
+            "extra": _pair(to_plain(dict(extra), MODULE_KEY)),
+            "random": random if state.random is not None else None,
+        }
+    return {**plain.value, OURS: ours}
+
+
+def _pair(plain: Plain) -> tuple[Any, Any]:
+    return plain.value, plain.notes
+
+
+def _untied(state: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Tensor], dict[str, Any]]:
+    """Splits a module's state into aliases, its tensors once each, and the rest (extra state of modules)."""
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    tensors: dict[str, Tensor] = {}
+    extra: dict[str, Any] = {}
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            extra[name] = value
+        elif first.setdefault(id(value), name) == name:
+            tensors[name] = value
+        else:
+            aliases[f"{MODULE_KEY}.{name}"] = f"{MODULE_KEY}.{first[id(value)]}"
+    return aliases, tensors, extra

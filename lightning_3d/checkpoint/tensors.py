@@ -1,0 +1,175 @@
+"""Tensors in a directory of torch.distributed.checkpoint: written by all ranks, read without trusting the files."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+
+from lightning_3d.checkpoint.agreement import together
+from lightning_3d.errors import CheckpointError
+
+_READING_FIX = "load another checkpoint, this one is damaged"
+_INDEX_CLASSES = {
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "_MEM_FORMAT_ENCODING",
+        "MetadataIndex",
+        "StorageMeta",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size", "device"),
+    "collections": ("OrderedDict",),
+    "pathlib": ("PosixPath", "PurePosixPath"),
+    "pathlib._local": ("PosixPath", "PurePosixPath"),
+}
+
+
+def write_tensors(
+    directory: Path, tensors: Mapping[str, Any], aliases: Mapping[str, str], group: dist.ProcessGroup | None
+) -> None:
+    """Writes tensors into a directory, every shard once, each file flushed to the disk.
+
+    Args:
+        directory: An empty directory that all ranks of ``group`` see.
+        tensors: Nested dicts of tensors; shards of DTensors are spread over the ranks that hold them.
+        aliases: Flat name → flat name whose bytes it shares: the other names of tied tensors, which stand in the index
+            only.
+        group: The ranks that write, None for this process alone.
+    """
+    with _alone_is_meant():
+        save(
+            dict(tensors),
+            storage_writer=_Writer(directory, aliases),
+            process_group=group,
+            no_dist=group is None,
+        )
+
+
+def read_tensors(directory: Path, into: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """Fills tensors in place from a directory; each rank reads what its own shards need.
+
+    Args:
+        directory: A finished checkpoint, as this rank sees it.
+        into: Flat name → tensor or DTensor of the stored shape.
+        group: The ranks that read, None for this process alone.
+
+    Raises:
+        CheckpointError: On every rank, if any rank could not read.
+    """
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with together(group, f"read the checkpoint {directory}", _READING_FIX), _alone_is_meant():
+        load(
+            dict(into),
+            storage_reader=_Reader(directory),
+            planner=planner,
+            process_group=group,
+            no_dist=group is None,
+        )
+
+
+def stored_tensors(directory: Path) -> dict[str, TensorStorageMetadata]:
+    """Returns what a directory holds: flat name → size and dtype.
+
+    Args:
+        directory: A finished checkpoint.
+
+    Raises:
+        CheckpointError: The index is missing, is no index, or names files outside the directory.
+    """
+    index = _Reader(directory).read_metadata().state_dict_metadata
+    return {name: entry for name, entry in index.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+class _Writer(FileSystemWriter):
+    """Adds the aliases to the index, where they point to the bytes of the tensor they are tied to."""
+
+    def __init__(self, path: Path, aliases: Mapping[str, str]) -> None:
+        super().__init__(path, sync_files=True, overwrite=False)
+        self._aliases = dict(aliases)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        written = [result for of_rank in results for result in of_rank]
+        planner_data = dict(metadata.planner_data or {})
+        for alias, name in self._aliases.items():
+            metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[name]
+            prefix = next(iter(planner_data[name]))
+            planner_data[alias] = (prefix, alias.removeprefix(f"{prefix}."))
+            written += [
+                dataclasses.replace(result, index=MetadataIndex(alias, result.index.offset, result.index.index))
+                for result in written
+                if result.index.fqn == name
+            ]
+        metadata.planner_data = planner_data
+        super().finish(metadata, [written])
+
+
+class _Reader(FileSystemReader):
+    """Reads the index with a closed set of classes, and refuses files outside the directory."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / ".metadata"
+        try:
+            with path.open("rb") as stream:
+                index = _IndexUnpickler(stream).load()
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{self.path} is no finished checkpoint: it has no index (.metadata)", fix=_READING_FIX
+            ) from error
+        except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, IndexError) as error:
+            raise CheckpointError(f"{path} is not the index of a checkpoint: {error}", fix=_READING_FIX) from error
+        if not isinstance(index, Metadata):
+            raise CheckpointError(f"{path} is not the index of a checkpoint", fix=_READING_FIX)
+        for entry in (index.storage_data or {}).values():
+            name = PurePosixPath(entry.relative_path)
+            if name.is_absolute() or ".." in name.parts:
+                raise CheckpointError(
+                    f"{path} names a file outside the checkpoint: {name}", fix="do not load this checkpoint"
+                )
+        index.storage_meta = dataclasses.replace(index.storage_meta or StorageMeta(), load_id=self.load_id)
+        return index
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if module == "builtins" and name == "getattr":
+            return _enum_member
+        if name in _INDEX_CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"an index has no use for {module}.{name}")
+
+
+def _enum_member(kind: Any, name: str) -> Any:
+    """Stands for ``getattr``, by which some Python versions pickle the members of an enum."""
+    if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
+        return kind[name]
+    raise pickle.UnpicklingError(f"an index has no use for the attribute {name}")
+
+
+@contextmanager
+def _alone_is_meant() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield

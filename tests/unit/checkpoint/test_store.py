@@ -1,0 +1,406 @@
+"""Whole checkpoints in one process: saved, loaded, refused."""
+
+from __future__ import annotations
+
+import io
+import logging
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.load import _load_distributed_checkpoint
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
+
+from lightning_3d.checkpoint.files import resolve
+from lightning_3d.checkpoint.generators import random_state
+from lightning_3d.checkpoint.layout import full_state_dict, module_state
+from lightning_3d.checkpoint.optimizers import optimizer_state
+from lightning_3d.checkpoint.restore import (
+    StoredCheckpoint,
+    load_module,
+    load_module_state,
+    load_optimizers,
+    open_checkpoint,
+    read_module_state,
+    restore_random,
+)
+from lightning_3d.checkpoint.store import CheckpointState, save
+from lightning_3d.errors import CheckpointError
+
+CPU = torch.device("cpu")
+FORMATS = pytest.mark.parametrize("distributed", [True, False], ids=["directory", "file"])
+
+
+class Model(nn.Module):
+    """A tied table, a frozen layer, a layer that no loss uses, a persistent and a passing buffer."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, width)
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.unused = nn.Linear(width, 2)
+        self.norm = nn.BatchNorm1d(width)
+        self.head = nn.Linear(width, 7, bias=False)
+        self.head.weight = self.table.weight
+        self.register_buffer("passing", torch.zeros(3), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.frozen(self.table(tokens))))
+
+
+def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1, **options)
+
+
+def train(model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: int) -> list[float]:
+    losses = []
+    for step in range(steps):
+        tokens = torch.arange(8).mul(step + 3).remainder(7)
+        loss = nn.functional.cross_entropy(model(tokens), tokens)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def save_all(
+    path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], *, distributed: bool, **metadata: Any
+) -> None:
+    checkpoint = {
+        **metadata,
+        "state_dict": module_state(model),
+        "optimizer_states": [optimizer_state(model, optimizer) for optimizer in optimizers],
+    }
+    save(path, CheckpointState.of(checkpoint, random_state(CPU)), distributed=distributed, group=None)
+
+
+def opened(path: Path, weights_only: bool | None = None) -> StoredCheckpoint:
+    return open_checkpoint(path, weights_only=weights_only, group=None)
+
+
+def load_all(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    stored = opened(path)
+    load_module(stored, model, strict=True, group=None)
+    load_optimizers(stored, model, optimizers, group=None)
+
+
+@FORMATS
+@pytest.mark.parametrize(
+    "make",
+    [
+        adamw,
+        lambda model: adamw(model, foreach=True),
+        lambda model: adamw(model, fused=True),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        lambda model: torch.optim.Adafactor(model.parameters(), lr=0.1),
+    ],
+    ids=["adamw", "foreach", "fused", "sgd", "momentum", "adafactor"],
+)
+def test_training_goes_on_as_if_nothing_had_happened(
+    tmp_path: Path, make: Callable[[nn.Module], torch.optim.Optimizer], distributed: bool
+) -> None:
+    model, other = Model(), Model()
+    optimizer, fresh = make(model), make(other)
+    train(model, [optimizer], 3)
+    save_all(tmp_path / "a.ckpt", model, [optimizer], distributed=distributed)
+    load_all(tmp_path / "a.ckpt", other, [fresh])
+    assert other.head.weight is other.table.weight
+    assert train(other, [fresh], 3) == train(model, [optimizer], 3)
+
+
+@FORMATS
+def test_saving_before_the_first_step_counts_no_step(tmp_path: Path, distributed: bool) -> None:
+    model, other = Model(), Model()
+    optimizer, fresh = adamw(model), adamw(other)
+    save_all(tmp_path / "a.ckpt", model, [optimizer], distributed=distributed)
+    assert not optimizer.state
+    load_all(tmp_path / "a.ckpt", other, [fresh])
+    assert train(other, [fresh], 3) == train(model, [optimizer], 3)
+
+
+@FORMATS
+def test_several_optimizers_and_another_order_of_parameters(tmp_path: Path, distributed: bool) -> None:
+    def make(model: Model, reverse: bool) -> list[torch.optim.Optimizer]:
+        norm, rest = list(model.norm.parameters()), [model.table.weight, *model.unused.parameters()]
+        if reverse:
+            norm, rest = norm[::-1], rest[::-1]
+        groups = [{"params": rest, "weight_decay": 0.3}, {"params": norm, "lr": 0.02}]
+        return [torch.optim.AdamW(groups, lr=0.1), torch.optim.SGD(model.frozen.parameters(), lr=0.5, momentum=0.9)]
+
+    model, other = Model(), Model()
+    model.frozen.requires_grad_()
+    other.frozen.requires_grad_()
+    ours, theirs = make(model, reverse=False), make(other, reverse=True)
+    train(model, ours, 3)
+    save_all(tmp_path / "a.ckpt", model, ours, distributed=distributed)
+    load_all(tmp_path / "a.ckpt", other, theirs)
+    assert [group["lr"] for group in theirs[0].param_groups] == [0.1, 0.02]
+    assert train(other, theirs, 2) == train(model, ours, 2)
+
+
+@FORMATS
+def test_metadata_come_back_in_their_containers(tmp_path: Path, distributed: bool) -> None:
+    config = OmegaConf.create({"lr": 0.1, "twice": "${lr}", "path": Path("data")})
+    model = Model()
+    metadata = {"epoch": 3, "hyper_parameters": config, "hparams_type": DictConfig, "callbacks": {"a": {"best": None}}}
+    save_all(tmp_path / "a.ckpt", model, [], distributed=distributed, **metadata)
+    stored = opened(tmp_path / "a.ckpt")
+    assert stored.metadata == metadata
+    assert OmegaConf.to_container(stored.metadata["hyper_parameters"], resolve=False)["twice"] == "${lr}"
+
+
+def test_metadata_that_are_no_plain_data_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"hyper_parameters\.stream is a _io\.BytesIO"):
+        save_all(tmp_path / "a.ckpt", Model(), [], distributed=True, hyper_parameters={"stream": io.BytesIO()})
+    assert not list(tmp_path.iterdir())
+
+
+@FORMATS
+def test_weights_alone_can_be_loaded_but_not_resumed(tmp_path: Path, distributed: bool) -> None:
+    model, other = Model(), Model()
+    state = CheckpointState.of({"state_dict": module_state(model)})
+    save(tmp_path / "a.ckpt", state, distributed=distributed, group=None)
+    stored = opened(tmp_path / "a.ckpt")
+    load_module(stored, other, strict=True, group=None)
+    assert torch.equal(other.table.weight, model.table.weight)
+    with pytest.raises(CheckpointError, match="no optimizer state"):
+        load_optimizers(stored, other, [adamw(other)], group=None)
+
+
+@FORMATS
+def test_a_checkpoint_of_another_model_names_what_differs(tmp_path: Path, distributed: bool) -> None:
+    model = Model()
+    save_all(tmp_path / "a.ckpt", model, [adamw(model)], distributed=distributed)
+    stored = opened(tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointError, match=r"of another shape .*frozen\.bias: saved \(4,\), here \(6,\)"):
+        load_module(stored, Model(width=6), strict=True, group=None)
+    more = nn.Sequential()
+    more.add_module("table", nn.Embedding(7, 4))
+    more.add_module("extra", nn.Linear(1, 1))
+    with pytest.raises(CheckpointError, match=r"2 missing \(extra\.bias, extra\.weight\), \d+ unexpected \(frozen"):
+        load_module(stored, more, strict=True, group=None)
+    load_module(stored, more, strict=False, group=None)
+    assert torch.equal(more.table.weight, model.table.weight)
+
+
+@FORMATS
+def test_other_optimizers_are_refused(tmp_path: Path, distributed: bool) -> None:
+    model = Model()
+    optimizer = adamw(model)
+    train(model, [optimizer], 1)
+    save_all(tmp_path / "a.ckpt", model, [optimizer], distributed=distributed)
+    stored = opened(tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointError, match="holds 1 optimizers, configure_optimizers returned 2"):
+        load_optimizers(stored, model, [adamw(model), adamw(model)], group=None)
+    with pytest.raises(CheckpointError, match=r"saved ones that it does not step \(table\.weight"):
+        load_optimizers(stored, model, [adamw(model.norm)], group=None)
+    split = [{"params": [parameter]} for parameter in model.parameters()]
+    load_optimizers(stored, model, [torch.optim.AdamW(split)], group=None)
+    with pytest.raises(CheckpointError, match="steps 1 parameters that are not in the module"):
+        optimizer_state(model, torch.optim.SGD([nn.Parameter(torch.zeros(2))]))
+
+
+def test_hooks_may_rename_what_was_read(tmp_path: Path) -> None:
+    model, other = nn.Sequential(nn.Linear(2, 2)), nn.Sequential()
+    other.add_module("renamed", nn.Linear(2, 2))
+    mine, theirs = adamw(model), adamw(other)
+    model(torch.ones(1, 2)).sum().backward()
+    mine.step()
+    save_all(tmp_path / "a.ckpt", model, [mine], distributed=True)
+    stored = opened(tmp_path / "a.ckpt")
+    state = read_module_state(stored, other, group=None)
+    load_module_state(other, {name.replace("0.", "renamed."): value for name, value in state.items()}, strict=True)
+    load_optimizers(stored, other, [theirs], group=None)
+    assert torch.equal(other.renamed.weight, model[0].weight)
+    assert torch.equal(theirs.state[other.renamed.bias]["exp_avg"], mine.state[model[0].bias]["exp_avg"])
+
+
+@FORMATS
+def test_compiled_modules_and_extra_state(tmp_path: Path, distributed: bool) -> None:
+    class Counter(nn.Linear):
+        count = 0
+
+        def get_extra_state(self) -> dict[str, int]:
+            return {"count": self.count}
+
+        def set_extra_state(self, state: dict[str, int]) -> None:
+            self.count = state["count"]
+
+    plain, compiled = nn.Sequential(Counter(2, 2)), nn.Sequential(torch.compile(Counter(2, 2), backend="eager"))
+    compiled[0].count = 5
+    save_all(tmp_path / "a.ckpt", compiled, [adamw(compiled)], distributed=distributed)
+    load_all(tmp_path / "a.ckpt", plain, [adamw(plain)])
+    assert plain[0].count == 5
+    assert torch.equal(plain[0].weight, compiled[0].weight)
+
+
+def test_tied_tensors_are_stored_once_and_lightning_consolidates(tmp_path: Path) -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(500, 50)
+            self.head = nn.Linear(50, 500, bias=False)
+            self.head.weight = self.table.weight
+
+    model = Wide()
+    optimizer = adamw(model)
+    save_all(tmp_path / "a.ckpt", model, [optimizer], distributed=True, epoch=2)
+    assert sum(file.stat().st_size for file in (tmp_path / "a.ckpt").iterdir()) < 1.5 * 500 * 50 * 4
+    whole = _load_distributed_checkpoint(tmp_path / "a.ckpt")
+    assert whole["epoch"] == 2
+    model.load_state_dict(whole["state_dict"])
+    assert set(whole["state_dict"]) == {"table.weight", "head.weight"}
+    save_all(tmp_path / "b.ckpt", model, [optimizer], distributed=False)
+    assert (tmp_path / "b.ckpt").stat().st_size < 1.5 * 500 * 50 * 4
+
+
+def test_what_the_state_dict_leaves_out_stays(tmp_path: Path) -> None:
+    class Adapters(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base, self.adapter = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            return {name: value for name, value in super().state_dict(*args, **kwargs).items() if "adapter" in name}
+
+    model, other = Adapters(), Adapters()
+    base = other.base.weight.detach().clone()
+    save_all(tmp_path / "a.ckpt", model, [], distributed=True)
+    load_module(opened(tmp_path / "a.ckpt"), other, strict=False, group=None)
+    assert torch.equal(other.adapter.weight, model.adapter.weight)
+    assert torch.equal(other.base.weight, base)
+
+
+def test_random_states(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    import random
+
+    import numpy as np
+
+    save_all(tmp_path / "a.ckpt", Model(), [], distributed=True)
+    stored = opened(tmp_path / "a.ckpt")
+    drawn = [
+        restore_random(stored, rank=0, world=1, device=CPU) or (random.random(), np.random.rand(), torch.rand(1).item())
+        for _ in range(2)
+    ]
+    assert drawn[0] == drawn[1]
+    with caplog.at_level(logging.INFO):
+        restore_random(stored, rank=0, world=2, device=CPU)
+    assert "random states of 1 ranks are not put back on 2 ranks" in caplog.text
+    assert (random.random(), np.random.rand(), torch.rand(1).item()) != drawn[0]
+
+
+@FORMATS
+def test_foreign_pickles_are_refused_unless_asked_for(tmp_path: Path, distributed: bool) -> None:
+    path = tmp_path / "a.ckpt"
+    model = Model()
+    config = OmegaConf.create({"lr": 0.1})
+    if distributed:
+        save_all(path, model, [], distributed=True)
+        torch.save({"hyper_parameters": config}, path / "meta.pt")
+    else:
+        torch.save({"hyper_parameters": config, "state_dict": model.state_dict()}, path)
+    with pytest.raises(CheckpointError, match="weights_only=False"):
+        opened(path)
+    assert opened(path, weights_only=False).metadata["hyper_parameters"] == config
+
+
+class Payload:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (Path("/tmp/lightning_3d_must_not_exist"),))
+
+
+def test_an_index_cannot_run_code_or_leave_the_directory(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    save_all(path, Model(), [], distributed=True)
+    index = path / ".metadata"
+    original = pickle.loads(index.read_bytes())
+    index.write_bytes(pickle.dumps(Payload()))
+    with pytest.raises(CheckpointError, match=r"not the index of a checkpoint: .*Path\.touch"):
+        opened(path)
+    assert not Path("/tmp/lightning_3d_must_not_exist").exists()
+    for name in ("../secret", "/etc/passwd"):
+        next(iter(original.storage_data.values())).relative_path = name
+        index.write_bytes(pickle.dumps(original))
+        with pytest.raises(CheckpointError, match="names a file outside the checkpoint"):
+            opened(path)
+
+
+def _remove(name: str) -> Callable[[Path], None]:
+    return lambda path: (path / name).unlink()
+
+
+def _truncate(name: str) -> Callable[[Path], None]:
+    return lambda path: (path / name).write_bytes((path / name).read_bytes()[:200])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [_remove(".metadata"), _remove("meta.pt"), _truncate(".metadata"), _truncate("meta.pt"), _truncate("__0_0.distcp")],
+    ids=["no index", "no metadata", "half index", "half metadata", "half shard"],
+)
+def test_damaged_directories_are_one_error(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    path = tmp_path / "a.ckpt"
+    save_all(path, Model(), [], distributed=True)
+    damage(path)
+    with pytest.raises(CheckpointError, match=r"a\.ckpt") as caught:
+        load_module(opened(path), Model(), strict=True, group=None)
+    assert caught.value.fix is not None
+
+
+@pytest.mark.parametrize("content", [b"", b"text", b"PK\x03\x04 no zip"])
+def test_files_that_are_no_checkpoints(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.ckpt").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"a\.ckpt"):
+        opened(tmp_path / "a.ckpt")
+    torch.save([1, 2], tmp_path / "b.ckpt")
+    with pytest.raises(CheckpointError, match="holds no state_dict"):
+        opened(tmp_path / "b.ckpt")
+
+
+def test_a_newer_format_is_named(tmp_path: Path) -> None:
+    save_all(tmp_path / "a.ckpt", Model(), [], distributed=False)
+    content = torch.load(tmp_path / "a.ckpt")
+    content["lightning_3d"]["format"] = 99
+    torch.save(content, tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointError, match="has format 99"):
+        opened(tmp_path / "a.ckpt")
+
+
+def test_names_that_do_not_exist(tmp_path: Path) -> None:
+    save_all(tmp_path / "epoch=3.ckpt", Model(), [], distributed=True)
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*epoch=4\.ckpt") as caught:
+        opened(tmp_path / "epoch=4.ckpt")
+    assert "epoch=3.ckpt" in str(caught.value)
+    shutil.copytree(tmp_path / "epoch=3.ckpt", tmp_path / "last.ckpt.tmp-abc")
+    with pytest.raises(CheckpointError, match="writing never finished"):
+        resolve(tmp_path / "last.ckpt.tmp-abc")
+
+
+def test_urls(tmp_path: Path) -> None:
+    import fsspec
+
+    model, other = Model(), Model()
+    state = CheckpointState.of({"state_dict": module_state(model), "optimizer_states": []})
+    with pytest.raises(CheckpointError, match="is not a local path"):
+        save("memory://runs/a.ckpt", state, distributed=True, group=None)
+    save("memory://runs/a.ckpt", state, distributed=False, group=None)
+    assert fsspec.filesystem("memory").exists("/runs/a.ckpt")
+    stored = open_checkpoint("memory://runs/a.ckpt", weights_only=None, group=None)
+    load_module(stored, other, strict=True, group=None)
+    assert torch.equal(other.table.weight, model.table.weight)
+
+
+def test_full_state_dict() -> None:
+    model = Model()
+    full = full_state_dict(model, keep=True)
+    assert full.keys() == model.state_dict().keys()
+    assert full["head.weight"] is full["table.weight"]
+    assert full_state_dict(model, keep=False) == {}
