@@ -1,0 +1,17 @@
+"""What a step really does, seen by dispatch modes: collectives by axis, live bytes by category."""
+
+from lightning_3d.counters.categories import Category, categorise
+from lightning_3d.counters.collectives import CollectiveCounter, CollectiveRow, CollectiveTable
+from lightning_3d.counters.live import LiveBytes, Peak, PeakReport, measure_peak
+
+__all__ = [
+    "Category",
+    "CollectiveCounter",
+    "CollectiveRow",
+    "CollectiveTable",
+    "LiveBytes",
+    "Peak",
+    "PeakReport",
+    "categorise",
+    "measure_peak",
+]
