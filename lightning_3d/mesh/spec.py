@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,10 +39,12 @@ DATA_SHARD = "data_shard"
 MODEL_GROUP = "model_parallel"
 
 # Ranks are numbers with mixed digits; each axis is one digit, the data axis is two: replicas of shards.
-_DIGITS_OF_AXIS = {axis.key: (axis.key,) for axis in AXES} | {"data": (DATA_REPLICATE, DATA_SHARD)}
+_DIGITS_OF_AXIS: Mapping[str, tuple[str, ...]] = {axis.key: (axis.key,) for axis in AXES} | {
+    "data": (DATA_REPLICATE, DATA_SHARD)
+}
 
 # Name of a group -> the digits that vary inside it.
-_DIGITS_OF_GROUP = {
+_DIGITS_OF_GROUP: Mapping[str, tuple[str, ...]] = {
     **{axis.name: _DIGITS_OF_AXIS[axis.key] for axis in AXES},
     DATA_REPLICATE: (DATA_REPLICATE,),
     DATA_SHARD: (DATA_SHARD,),
@@ -236,7 +238,7 @@ class MeshSpec:
             stride *= size
         return strides
 
-    def _offsets(self, digits: Iterator[str] | Sequence[str]) -> list[int]:
+    def _offsets(self, digits: Iterable[str]) -> list[int]:
         """Rank offsets of all values of some digits, the first digit varying slowest."""
         sizes, strides = self._digit_sizes(), self._strides()
         offsets = [0]
