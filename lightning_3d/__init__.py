@@ -6,6 +6,8 @@ The public names are those of ``__all__``; everything else may change without no
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
@@ -43,9 +45,22 @@ _LAZY: Final = MappingProxyType(
     {"Mesh3DPrecision": "lightning_3d.precision", "Mesh3DStrategy": "lightning_3d.strategy"}
 )
 
+
+def _is_own_command_line() -> bool:
+    program = sys.argv[0] if sys.argv else ""
+    # "-m" stands there while the module that will run is looked for: ours, or one of another package that imports us.
+    of_module = program == "-m" and "lightning_3d" in sys.orig_argv
+    return of_module or os.path.basename(program) == "lightning-3d"
+
+
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         if name in _LAZY:
             return getattr(importlib.import_module(_LAZY[name]), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+if not _is_own_command_line():
+    # Registers "mesh_3d" and its kin, so that Trainer(strategy="mesh_3d") finds them.
+    importlib.import_module("lightning_3d.strategy")

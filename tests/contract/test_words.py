@@ -16,7 +16,7 @@ _FORBIDDEN = re.compile(
     r"\b(TODO|FIXME|XXX|HACK)\b"
     r"|\bhelpers?\b"
     r"|\bsessions?\b"
-    r"|(?<![\w.])/(work|root|home)/"
+    r"|(?<![\w.])/(work|root)/"
     r"|\bpypi\b|pythonhosted|download\.pytorch|npmjs|deb\.debian",
     re.IGNORECASE,
 )
