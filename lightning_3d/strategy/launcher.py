@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch.distributed as dist
 from hydra.conf import HydraConf
@@ -19,6 +20,7 @@ from omegaconf import OmegaConf
 from typing_extensions import override
 
 from lightning_3d.config.compose import QUIET_RANK
+from lightning_3d.config.search import conf_dir
 
 # What a launch and a seed leave in the environment; the next job in this process must find none of it.
 _JOB_VARIABLES = (
@@ -79,7 +81,7 @@ def rank_arguments() -> list[str]:
     job = HydraConfig.get()
     ours = [
         "hydra.mode=RUN",
-        f"hydra.run.dir={QuotedString(str(job.runtime.output_dir), Quote.single).with_quotes()}",
+        path_override("hydra.run.dir", job.runtime.output_dir),
         *QUIET_RANK,
     ]
     for key in ("num", "id"):
@@ -88,6 +90,11 @@ def rank_arguments() -> list[str]:
     replaced = {override.partition("=")[0] for override in ours}
     kept = [text for text in job.overrides.hydra if text.lstrip("+").partition("=")[0] not in replaced]
     return [*_config_flags(job), *job.overrides.task, *kept, *ours]
+
+
+def path_override(key: str, path: str) -> str:
+    """Returns the override that sets a path, whatever signs of Hydra's grammar are in it."""
+    return f"{key}={QuotedString(path, Quote.single).with_quotes()}"
 
 
 @contextmanager
@@ -138,9 +145,13 @@ def _verbs(words: list[str]) -> list[str]:
 def _config_flags(job: HydraConf) -> list[str]:
     flags = ["--config-name", str(job.job.config_name)]
     for source in job.runtime.config_sources:
-        place = f"pkg://{source.path}" if source.schema == "pkg" else str(source.path)
-        if source.provider == "main" and source.path:
-            flags += ["--config-path", place]
+        if source.provider == "main" and source.path not in ("", str(conf_dir())):
+            flags += ["--config-path", f"pkg://{source.path}" if source.schema == "pkg" else source.path]
         if source.provider == "command-line":
-            flags += ["--config-dir", place]
+            flags += ["--config-dir", _seen_from(job.runtime.cwd, source.path)]
     return flags
+
+
+def _seen_from(directory: str, path: str) -> str:
+    # A rank elsewhere has its own copy of what lies below the working directory.
+    return os.path.relpath(path, directory) if Path(path).is_relative_to(directory) else path

@@ -6,26 +6,29 @@ import json
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import count
-from typing import Any
+from typing import Any, TypeAlias
 
 from omegaconf import DictConfig
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from lightning_3d.config.compose import run_hydra
-from lightning_3d.strategy.launcher import rank_arguments
+from lightning_3d.config.schema import RunConfig
+from lightning_3d.strategy.launcher import path_override, rank_arguments
 
-Job = Callable[[DictConfig], Any]
+Job: TypeAlias = Callable[[DictConfig], Any]
+Announce: TypeAlias = Callable[[RunConfig], None]
 
 # A rank may wait for rank 0 while that chooses the next job of a sweep.
 _PATIENCE = timedelta(hours=1)
 
 
-def run_together(make_job: Callable[[Callable[[], None]], Job], arguments: Sequence[str]) -> None:
+def run_together(make_job: Callable[[Announce], Job], arguments: Sequence[str]) -> None:
     """Runs the same jobs on every rank, each in the directory that rank 0 chose.
 
-    That directory is absolute, so ranks with other working directories use it too: between hosts it must lie on
-    storage that they share. Relative paths inside a configuration start at each rank's own working directory.
+    That directory and ``ckpt_path`` are those of rank 0 in full, so ranks with other working directories use them
+    too: between hosts they must lie on storage that all share. Other relative paths, such as those of the data,
+    start at each rank's own working directory.
 
     Args:
         make_job: Makes the task of one job from a function to call once the job's configuration is known to be good.
@@ -35,12 +38,17 @@ def run_together(make_job: Callable[[Callable[[], None]], Job], arguments: Seque
     board = _Board(PrefixStore("lightning_3d", store))
     if rank == 0:
         try:
-            run_hydra(make_job(lambda: board.write(rank_arguments())), arguments)
+            run_hydra(make_job(lambda run: board.write(_to_repeat(run))), arguments)
         finally:
             board.write(None)
         return
     while (repeated := board.read()) is not None:
-        run_hydra(make_job(lambda: None), repeated)
+        run_hydra(make_job(lambda run: None), repeated)
+
+
+def _to_repeat(run: RunConfig) -> list[str]:
+    checkpoint = [] if run.ckpt_path is None else [path_override("ckpt_path", run.ckpt_path)]
+    return [*rank_arguments(), *checkpoint]
 
 
 class _Board:

@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lightning_3d.config.compose import QUIET_RANK, run_hydra
+from lightning_3d.config.schema import RunConfig
 from lightning_3d.train.prepare import prepare
 
 
@@ -37,10 +38,9 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _job(announce: Callable[[], None] = lambda: None) -> Callable[[DictConfig], Any]:
+def _job(announce: Callable[[RunConfig], None] = lambda run: None) -> Callable[[DictConfig], Any]:
     def job(cfg: DictConfig) -> float | None:
-        prepare(cfg)
-        announce()
+        announce(prepare(cfg))
         # A misspelt key should not wait for torch to be imported.
         from lightning_3d.train.job import train
 

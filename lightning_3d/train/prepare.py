@@ -30,8 +30,8 @@ def prepare(cfg: DictConfig) -> RunConfig:
     """Fills in what follows from the number of processes, and refuses what cannot run on them.
 
     Args:
-        cfg: The composed configuration; ``batch.local_size`` is written, and ``trainer.devices`` where torchrun or
-            the strategy decides it.
+        cfg: The composed configuration; ``batch.local_size`` is written, ``ckpt_path`` made absolute, and
+            ``trainer.devices`` written where torchrun or the strategy decides it.
 
     Returns:
         The part of the configuration that is about the job itself.
@@ -40,7 +40,7 @@ def prepare(cfg: DictConfig) -> RunConfig:
         Lightning3DError: An option, a degree, a batch size, a path or a ``_target_`` is impossible.
     """
     run = typed(cfg, RunConfig)
-    _check_checkpoint(run.ckpt_path)
+    run.ckpt_path = cfg.ckpt_path = _found_checkpoint(run.ckpt_path)
     options = None
     if cfg.strategy.get("_target_") == MESH_STRATEGY:
         options = StrategyConfig.from_mapping(_options(cfg.strategy))
@@ -101,9 +101,11 @@ def _mesh(options: StrategyConfig, world: int) -> MeshSpec:
     )
 
 
-def _check_checkpoint(path: str | None) -> None:
-    if path is None or path in _FOUND_BY_LIGHTNING or "://" in path or Path(path).exists():
-        return
+def _found_checkpoint(path: str | None) -> str | None:
+    if path is None or path in _FOUND_BY_LIGHTNING or "://" in path:
+        return path
+    if Path(path).exists():
+        return str(Path(path).absolute())
     raise CheckpointError(
         f"ckpt_path={path} does not exist, seen from {Path.cwd()}",
         valid=f"the path of a checkpoint, or one of {', '.join(_FOUND_BY_LIGHTNING)}",
