@@ -1,4 +1,4 @@
-"""The order of composition: from a module and a mesh to a Plan, and from the Plan to a module that trains on the mesh."""
+"""The order of composition: from a module and a mesh to a Plan, and from the Plan to a module that trains on it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_3d.config.schema import StrategyConfig
 from lightning_3d.graph.blocks import Stack, find_stacks, outer_modules
-from lightning_3d.graph.calls import around_calls
+from lightning_3d.graph.calls import around_calls, plain_calls
 from lightning_3d.graph.parameters import ParameterTable, parameter_table
 from lightning_3d.initial.broadcast import broadcast_module
 from lightning_3d.initial.materialise import materialise
@@ -94,11 +94,9 @@ def apply_plan(
         broadcast_module(module, axis.get_group())
     if tape is None and plan.data.engine != "fully_shard":
         module.to(device)
-    shards = axis if plan.data.engine in ("ddp", "replicate") else data_mesh(mesh)
-    if tape is None:
-        return apply_data(module, plan.data, shards, policy=policy)
-    engine = apply_data(module, plan.data, shards, policy=policy)
-    materialise(module, tape, device=device)
+    engine = apply_data(module, plan.data, data_mesh(mesh) if plan.data.zero_stage else axis, policy=policy)
+    if tape is not None:
+        materialise(module, tape, device=device, parameters_on=torch.device("cpu") if plan.data.cpu_offload else None)
     return engine
 
 
@@ -106,6 +104,12 @@ def attach_streams(module: nn.Module, stacks: tuple[Stack, ...], streams: Random
     """Gives every block and outer module a random stream of its own, under the name that it has in the module."""
     for name in (*(block for stack in stacks for block in stack.blocks), *outer_modules(module, stacks)):
         around_calls(module.get_submodule(name), _in_stream(streams, name))
+
+
+def detach_streams(module: nn.Module) -> None:
+    """Takes the random streams away, so that calls outside a run draw from torch's generator again."""
+    for child in module.modules():
+        plain_calls(child)
 
 
 def _in_stream(streams: RandomStreams, name: str) -> Callable[[Callable[[], Any]], Any]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -42,9 +41,8 @@ class Mesh3DPrecision(Precision):
     """The precision of a run on a mesh.
 
     All names but one are Lightning's and mean what they mean there. ``"bf16-master"`` is FSDP2's mixed precision:
-    parameters are fp32 shards that the optimizer updates; they are gathered and computed with in bf16, and gradients are
-    reduced in fp32.
-    It is not ``"bf16-mixed"``, which is autocast on fp32 parameters.
+    parameters are fp32 shards that the optimizer updates; they are gathered and computed with in bf16, and gradients
+    are reduced in fp32. It is not ``"bf16-mixed"``, which is autocast on fp32 parameters.
 
     Args:
         precision: One of ``PRECISIONS``.

@@ -14,6 +14,8 @@ _OPERATIONS = {
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
 }
+# What a rank that does not count adds to a reduction.
+_NEUTRAL = {"sum": 0.0, "max": float("-inf"), "min": float("inf"), "product": 1.0}
 
 
 class DataCollectives:
@@ -27,6 +29,8 @@ class DataCollectives:
 
     def __init__(self, data: dist.ProcessGroup, world: dist.ProcessGroup, device: torch.device) -> None:
         self.data = data
+        # The weight of this rank's values in means, where ranks may weigh differently; None = all alike.
+        self.weight: float | None = None
         self._world = world
         self._device = device
 
@@ -45,11 +49,15 @@ class DataCollectives:
             return tensor
         name = operation.lower() if isinstance(operation, str) else None
         mean = name in ("mean", "avg") or operation == dist.ReduceOp.AVG
-        wide = tensor.to(self._device, _wide(tensor.dtype, mean=mean), copy=True)
-        dist.all_reduce(wide, op=dist.ReduceOp.SUM if mean else _OPERATIONS.get(name or "", operation), group=group)
+        wide = tensor.detach().to(self._device, _wide(tensor.dtype, mean=mean), copy=True)
         if mean:
-            wide /= group.size()
-        return wide if mean and not tensor.is_floating_point() else wide.to(tensor.device, tensor.dtype)
+            wide = self._mean(wide, group)
+        else:
+            if self.weight == 0:
+                wide.fill_(_NEUTRAL.get(name or "sum", 0.0))
+            dist.all_reduce(wide, op=_OPERATIONS.get(name or "", operation), group=group)
+        keep = mean and not tensor.is_floating_point()
+        return wide.to(tensor.device) if keep else wide.to(tensor.device, tensor.dtype)
 
     def gather(self, tensor: Tensor, group: dist.ProcessGroup | None, *, with_gradients: bool) -> Tensor:
         """Returns the tensors of a group stacked on a new first dim; the tensor itself where the group is one rank."""
@@ -69,6 +77,12 @@ class DataCollectives:
         dist.all_reduce(value, op=dist.ReduceOp.MIN if all_ranks else dist.ReduceOp.MAX, group=self._world)
         return bool(value)
 
+    def total(self, number: int) -> int:
+        """Returns the sum of a number over the data axis."""
+        value = torch.tensor(number, device=self._device)
+        dist.all_reduce(value, group=self.data)
+        return int(value)
+
     def largest(self, numbers: list[int]) -> list[int]:
         """Returns the largest of each number over the data axis."""
         return self._extremes(numbers, dist.ReduceOp.MAX)
@@ -83,6 +97,16 @@ class DataCollectives:
         values = torch.tensor(numbers, device=self._device)
         dist.all_reduce(values, op=operation, group=self.data)
         return [int(value) for value in values]
+
+    def _mean(self, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        if self.weight is None:
+            dist.all_reduce(values, group=group)
+            return values / group.size()
+        # A rank of weight 0 may hold anything, so its values are replaced, not multiplied.
+        kept = values * self.weight if self.weight else torch.zeros_like(values)
+        both = torch.cat([kept.reshape(-1), kept.new_tensor([self.weight])])
+        dist.all_reduce(both, group=group)
+        return (both[:-1] / both[-1]).reshape(values.shape)
 
     def _counted(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         return self.data if group is None or group is self._world else group

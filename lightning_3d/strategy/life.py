@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lightning.pytorch import LightningModule
@@ -12,9 +12,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_3d.config.schema import StrategyConfig
 from lightning_3d.errors import ModuleError
+from lightning_3d.initial.broadcast import BufferBroadcast
+from lightning_3d.initial.replay import InitTape
+from lightning_3d.mesh.spec import MeshSpec
 from lightning_3d.parallel.data.apply import DataEngine
-from lightning_3d.plan import Plan
+from lightning_3d.plan import Plan, apply_plan, make_plan
+from lightning_3d.precision import Mesh3DPrecision
+from lightning_3d.strategy.run import RunOnMesh
 
 _WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
 
@@ -27,11 +33,61 @@ class AppliedModule:
         module: The module itself; its parameters are this rank's part.
         plan: The plan that was applied.
         engine: Runs its steps.
+        share_buffers: Gives every data rank the running statistics of the first.
     """
 
     module: LightningModule
     plan: Plan
     engine: DataEngine
+    share_buffers: Callable[[], None]
+
+
+def apply_module(
+    module: LightningModule,
+    run: RunOnMesh,
+    *,
+    spec: MeshSpec,
+    config: StrategyConfig,
+    precision: Mesh3DPrecision,
+    tape: InitTape | None,
+) -> AppliedModule:
+    """Makes a whole module this rank's part of it.
+
+    Args:
+        module: The user's module, real or on the meta device.
+        run: The mesh of this process.
+        spec: Degrees of the axes.
+        config: The strategy's options.
+        precision: Converts the module, and says how gathered parameters are cast.
+        tape: Recorded initialisation of a module on the meta device.
+
+    Raises:
+        ModuleError: The module is cut already, or lies on the meta device without a recording.
+    """
+    check_untouched(module)
+    check_recorded(module, tape)
+    precision.convert_module(module)
+    # Manual optimization runs backward inside the step, which only an engine of units can follow.
+    inside = not module.automatic_optimization and spec.data > 1
+    plan = make_plan(module, spec, config, needs_units=precision.shards_cast or inside)
+    engine = apply_plan(module, plan, run.mesh, device=run.device, tape=tape, policy=precision.fsdp_policy())
+    share = BufferBroadcast(module, run.data_group) if spec.data > 1 else _nothing
+    return AppliedModule(module, plan, engine, share)
+
+
+def check_recorded(module: nn.Module, tape: InitTape | None) -> None:
+    """Refuses a module on the meta device whose initialisation nobody has seen.
+
+    Raises:
+        ModuleError: Names the first such parameter.
+    """
+    meta = [name for name, parameter in module.named_parameters() if parameter.is_meta]
+    if meta and tape is None:
+        raise ModuleError(
+            f"{len(meta)} parameters, the first '{meta[0]}', are on the meta device and were not made in "
+            "configure_model, so their initial values are unknown.",
+            fix="build the model in configure_model, without torch.device('meta')",
+        )
 
 
 def check_untouched(module: nn.Module) -> None:
@@ -60,13 +116,12 @@ def check_untouched(module: nn.Module) -> None:
 
 
 def check_optimizers(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Refuses optimizers that hold parameters which are no longer the module's, or share some.
+    """Refuses optimizers that hold parameters that are not the module's.
 
     Raises:
         ModuleError: Says which optimizer, and how many parameters.
     """
     known = {id(parameter) for parameter in module.parameters()}
-    owner: dict[int, int] = {}
     for index, optimizer in enumerate(optimizers):
         of_optimizer = optimizer_parameters([optimizer])
         stale = sum(id(parameter) not in known for parameter in of_optimizer)
@@ -75,11 +130,6 @@ def check_optimizers(module: nn.Module, optimizers: Sequence[Optimizer]) -> None
                 f"optimizer {index} ({type(optimizer).__name__}) holds {stale} parameters that are not the module's: "
                 "it was made before they were sharded.",
                 fix="make optimizers inside configure_optimizers, from self.parameters()",
-            )
-        shared = {owner.setdefault(id(parameter), index) for parameter in of_optimizer} - {index}
-        if shared:
-            raise ModuleError(
-                f"optimizers {min(shared)} and {index} share parameters.", fix="give each parameter to one optimizer"
             )
 
 
@@ -91,3 +141,7 @@ def optimizer_parameters(optimizers: Sequence[Optimizer]) -> list[Tensor]:
             for parameter in group["params"]:
                 found[id(parameter)] = parameter
     return list(found.values())
+
+
+def _nothing() -> None:
+    """For a single data rank, which has nothing to share."""

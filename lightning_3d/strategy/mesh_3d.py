@@ -2,48 +2,37 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.seed import reset_seed
+from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_3d import gradients
+from lightning_3d.checkpoint.layout import full_state_dict, module_state
+from lightning_3d.checkpoint.optimizers import optimizer_state
 from lightning_3d.config.schema import StrategyConfig
-from lightning_3d.errors import MeshError
+from lightning_3d.errors import CheckpointError, ModuleError
 from lightning_3d.initial.record import InitRecorder
-from lightning_3d.log import get_logger, info_once
-from lightning_3d.mesh.device import build_device_mesh, data_axis_mesh
-from lightning_3d.mesh.spec import MeshSpec
-from lightning_3d.parallel.data.apply import DataEngine
-from lightning_3d.plan import Plan, apply_plan, attach_streams, make_plan
-from lightning_3d.precision import Mesh3DPrecision
-from lightning_3d.random.streams import RandomStreams
-from lightning_3d.strategy.collectives import DataCollectives
-from lightning_3d.strategy.launcher import Mesh3DLauncher
+from lightning_3d.initial.replay import InitTape
+from lightning_3d.plan import attach_streams, detach_streams
+from lightning_3d.strategy.ends import check_enough_samples
+from lightning_3d.strategy.evaluation import Evaluator
+from lightning_3d.strategy.life import AppliedModule, apply_module, check_optimizers, optimizer_parameters
+from lightning_3d.strategy.processes import MeshStrategy
+from lightning_3d.strategy.run import evaluate_without_inference_mode
 from lightning_3d.strategy.steps import StepRunner
 
-_logger = get_logger(__name__)
 
-
-class Mesh3DStrategy(ParallelStrategy):
+class Mesh3DStrategy(MeshStrategy):
     """Trains an unmodified LightningModule on a data x pipeline x tensor mesh, with the numbers of one device.
 
     All arguments are keyword-only and plain values, so that Hydra and LightningCLI can build the strategy. Precision
@@ -112,7 +101,7 @@ class Mesh3DStrategy(ParallelStrategy):
         layout_free_random: bool = True,
         tensor_random: str = "derived",
         activation_checkpointing: str = "none",
-        compile: bool = False,
+        compile: bool = False,  # noqa: A002 (the public name)
         uneven: str = "stop",
         on_nonfinite: str = "none",
         pretrained: str | None = None,
@@ -126,14 +115,282 @@ class Mesh3DStrategy(ParallelStrategy):
         timeout_seconds: float = 300,
     ) -> None:
         options = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        self.config = StrategyConfig(**options).check()
-        self.num_nodes = 1
-        self._spec: MeshSpec | None = None
-        self._mesh: DeviceMesh | None = None
-        self._collectives: DataCollectives | None = None
-        self._recorder: InitRecorder | None = None
+        super().__init__(StrategyConfig(**options).check())
+        self._tape: InitTape | None = None
         self._applied: AppliedModule | None = None
         self._runner: StepRunner | None = None
-        self._ends = LoaderEnds()
-        self._checkpoints = CheckpointDoor(distributed=save_distributed_checkpoint)
-        super().__init__()
+        self._evaluator: Evaluator | None = None
+
+    def explain(self) -> str:
+        """Returns the plan of the connected module as text; known once the Trainer has set it up."""
+        return str(self._module_on_mesh.plan)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Returns the module's whole state on the CPU, on every rank. Every rank must call it."""
+        self._module_on_mesh.engine.rest()
+        return full_state_dict(self._module_on_mesh.module, keep=True)
+
+    # ---- the module ----
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Iterator[None]:
+        """Around ``configure_model``: builds on the meta device and records how parameters are initialised."""
+        recorder = InitRecorder(self._on_mesh.seed)
+        with recorder:
+            yield
+        assert self.lightning_module is not None
+        if any(parameter.is_meta for parameter in self.lightning_module.parameters()):
+            self._tape = recorder.tape(self.lightning_module)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        evaluate_without_inference_mode(trainer)
+        applied = self._apply()
+        run = self._on_mesh
+        if run.streams is not None:
+            attach_streams(applied.module, applied.plan.stacks, run.streams)
+        self._runner = StepRunner(
+            applied.module,
+            applied.engine,
+            self._precision,
+            config=self.config,
+            streams=run.streams,
+            data_group=run.data_group,
+            trained=lambda: optimizer_parameters(self.optimizers),
+            share_buffers=applied.share_buffers,
+        )
+        self._evaluator = Evaluator(applied.module, self._runner, ends=run.ends, precision=self._precision)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING and not self.config.cpu_offload:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _apply(self) -> AppliedModule:
+        """Makes the connected module this rank's part of it, once in its life."""
+        module = self.lightning_module
+        assert module is not None
+        if self._applied is None or self._applied.module is not module:
+            self._applied = apply_module(
+                module,
+                self._on_mesh,
+                spec=self.mesh_spec,
+                config=self.config,
+                precision=self._precision,
+                tape=self._tape,
+            )
+            self._tape = None
+            if self.config.explain:
+                rank_zero_info(self.explain())
+        return self._applied
+
+    @property
+    def _module_on_mesh(self) -> AppliedModule:
+        if self._applied is None:
+            raise ModuleError(
+                "no module is set up on the mesh yet.", fix="call it after trainer.fit, validate, test or predict began"
+            )
+        return self._applied
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        self._reset_optimizers_and_schedulers()
+        super().setup_optimizers(trainer)
+        assert self.lightning_module is not None
+        check_optimizers(self.lightning_module, self.optimizers)
+
+    @override
+    def model_to_device(self) -> None:
+        """Nothing to do: the plan places the module where it belongs."""
+
+    @override
+    def teardown(self) -> None:
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        if self._applied is not None:
+            self._applied.engine.rest()
+            detach_streams(self._applied.module)
+        self.cluster_environment.teardown()
+        self._precision.teardown()
+        self.accelerator.teardown()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        # The other ranks wait in a collective; they learn of the failure when this rank's connections close.
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.destroy_process_group()
+
+    # ---- steps ----
+
+    @property
+    def _steps(self) -> StepRunner:
+        assert self._runner is not None, "Lightning runs steps after setup"
+        return self._runner
+
+    @property
+    def _evaluation(self) -> Evaluator:
+        assert self._evaluator is not None, "Lightning runs steps after setup"
+        return self._evaluator
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._steps.training_step(*args, **kwargs)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        plain = super().backward
+        return self._steps.backward(closure_loss, lambda loss: plain(loss, optimizer, *args, **kwargs))
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        def divided() -> Any:
+            result = closure()
+            self._steps.before_optimizer_step()
+            return result
+
+        stepped = super().optimizer_step(optimizer, divided, model, **kwargs)
+        self._steps.after_optimizer_step()
+        return stepped
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        """Inside, gradients stay on their rank as far as the ZeRO stage lets them: the step comes later."""
+        self._steps.synchronise(False)
+        try:
+            yield
+        finally:
+            self._steps.synchronise(True)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluation.step("validation", args)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluation.step("test", args)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluation.step("predict", args)
+
+    @override
+    def on_validation_start(self) -> None:
+        self._begin_evaluation()
+
+    @override
+    def on_test_start(self) -> None:
+        self._begin_evaluation()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._begin_evaluation()
+
+    @override
+    def on_validation_end(self) -> None:
+        self._end_evaluation()
+
+    @override
+    def on_test_end(self) -> None:
+        self._end_evaluation()
+
+    @override
+    def on_predict_end(self) -> None:
+        self._end_evaluation()
+
+    def _begin_evaluation(self) -> None:
+        module = self._module_on_mesh.module
+        self._module_on_mesh.share_buffers()
+        self._on_mesh.ends.begin_evaluation(module.trainer)
+
+    def _end_evaluation(self) -> None:
+        self._on_mesh.ends.end_evaluation()
+        self._module_on_mesh.engine.rest()
+
+    # ---- data ----
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        check_enough_samples(dataloader, self.data_size, str(trainer.state.stage))
+        return self._on_mesh.ends.process(
+            dataloader, trainer, lambda batch, index: self._evaluation.repeat(batch, index, self.batch_to_device)
+        )
+
+    # ---- checkpoints ----
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        """False: hooks then run in the order of one device, and ``weights_only`` arrives; see `load_checkpoint`."""
+        return False
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        applied = self._module_on_mesh
+        applied.engine.rest()
+        applied.share_buffers()
+        return module_state(applied.module)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return optimizer_state(self._module_on_mesh.module, plain)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        if storage_options is not None:
+            raise CheckpointError(
+                "storage_options belong to a CheckpointIO, and Mesh3DStrategy writes checkpoints itself.",
+                fix="trainer.save_checkpoint(path) without storage_options",
+            )
+        self._on_mesh.checkpoints.save(checkpoint, self.broadcast(str(filepath)))
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        # Lightning loads before setup. The module is cut now, so that each rank reads its own part only.
+        applied = self._apply()
+        applied.engine.rest()
+        return self._on_mesh.checkpoints.open(str(checkpoint_path), applied.module, weights_only=weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self._on_mesh.checkpoints.load_module(checkpoint, self._module_on_mesh.module, strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._on_mesh.checkpoints.load_optimizers(self._module_on_mesh.module, self.optimizers)
+
+    @override
+    def on_train_start(self) -> None:
+        self._on_mesh.checkpoints.begin_training()
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        if not self._on_mesh.checkpoints.remove(str(filepath)):
+            super().remove_checkpoint(filepath)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers "mesh_3d" and "mesh_3d_zero0" to "mesh_3d_zero3" with Lightning's registry."""
+        name = cls.strategy_name
+        strategy_registry.register(name, cls, description="data x pipeline x tensor mesh")
+        for stage in range(4):
+            description = f"data x pipeline x tensor mesh, ZeRO stage {stage}"
+            strategy_registry.register(f"{name}_zero{stage}", cls, description=description, zero_stage=stage)

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.data import extract_batch_size
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.memory import recursive_detach
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -43,6 +43,7 @@ class StepRunner:
         streams: Random streams, or None for torch's generator alone.
         data_group: The data axis.
         trained: Returns the parameters of all optimizers.
+        share_buffers: Gives every data rank the running statistics of the first; called once per optimizer step.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class StepRunner:
         streams: RandomStreams | None,
         data_group: dist.ProcessGroup,
         trained: Callable[[], list[Tensor]],
+        share_buffers: Callable[[], None],
     ) -> None:
         self._module = module
         self._engine = engine
@@ -63,6 +65,7 @@ class StepRunner:
         self._streams = streams
         self._group = data_group
         self._trained = trained
+        self._share_buffers = share_buffers
         self._collector = LogCollector(module)
         self._window = WeightedWindow()
         self.accumulating = False
@@ -76,6 +79,8 @@ class StepRunner:
     def training_step(self, *args: Any) -> Any:
         """Returns the output of the user's ``training_step`` for a whole batch; its gradients come with `backward`."""
         self._loss_factor, self._gradients = None, None
+        if self._opens_window(args):
+            self._share_buffers()
         sizes = self._sizes(args[0])
         if len(sizes) > 1:
             return self._microbatches(args, sizes)
@@ -197,9 +202,7 @@ class StepRunner:
 
         The old ones are kept only for a module with its own idea of zeroing; torch's buckets would overwrite them.
         """
-        trainer = self._module.trainer
-        first = len(args) < 2 or args[1] % trainer.accumulate_grad_batches == 0
-        if not first:
+        if not self._opens_window(args):
             return None
         keep = is_overridden("optimizer_zero_grad", self._module)
         before = []
@@ -226,6 +229,10 @@ class StepRunner:
         return self._precision.post_backward(loss, self._module)
 
     # ---- where we are ----
+
+    def _opens_window(self, args: Sequence[Any]) -> bool:
+        """Whether this batch is the first after an optimizer step, by Lightning's count."""
+        return len(args) < 2 or args[1] % self._accumulation == 0
 
     @property
     def _accumulation(self) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from inspect import signature
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +25,11 @@ from lightning_3d.parallel.data.plan import DataPlan
 from lightning_3d.parallel.data.zero import ZeroStage
 
 _DOOR = "_mesh_3d_door"
+# Running statistics are shared by the strategy, once per optimizer step; torch renamed DDP's own switch.
+_DDP_ARGUMENTS = signature(DistributedDataParallel.__init__).parameters
+_BUFFERS_STAY: Mapping[str, Any] = MappingProxyType(
+    {"forward_sync_buffers" if "forward_sync_buffers" in _DDP_ARGUMENTS else "broadcast_buffers": False}
+)
 
 
 class DataEngine(ABC):
@@ -128,14 +135,13 @@ class DDPEngine(DataEngine):
             self._ddp = DistributedDataParallel(
                 _StepCaller(self._module),
                 process_group=self._group,
-                # Running statistics are shared by the strategy, once per optimizer step.
-                broadcast_buffers=False,
                 # Gradients are views of the buckets: one copy of them instead of two.
                 gradient_as_bucket_view=True,
                 # A step may leave parameters out, and other ones each time.
                 find_unused_parameters=True,
                 # Weights are equal by now; DDP would gather and compare them again.
                 init_sync=False,
+                **_BUFFERS_STAY,
             )
         return self._ddp
 
@@ -146,6 +152,8 @@ class _StepCaller(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        # Never used, so that DDP, told to expect unused parameters, does not warn each user who has none.
+        self.unused = nn.Parameter(torch.zeros(1, device=next(module.parameters()).device))
 
     def forward(self, step: Callable[..., Any], *args: Any) -> Any:
         return step(*args)
@@ -240,7 +248,8 @@ def _sharder(plan: DataPlan, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> 
         from torch.distributed._composable.replicate_with_fsdp import replicate
 
         def copy(module: Any, reshard_after_forward: bool) -> FSDPModule:
-            return replicate(module, mesh=mesh, mp_policy=policy)
+            copied: FSDPModule = replicate(module, mesh=mesh, mp_policy=policy)
+            return copied
 
         return copy
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if plan.cpu_offload else OffloadPolicy()

@@ -1,0 +1,88 @@
+"""Between Lightning's checkpoint hooks and the store: what is opened, loaded and put back, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_3d.checkpoint.files import remove
+from lightning_3d.checkpoint.generators import random_state
+from lightning_3d.checkpoint.restore import (
+    StoredCheckpoint,
+    load_module_state,
+    load_optimizers,
+    open_checkpoint,
+    read_module_state,
+    restore_random,
+)
+from lightning_3d.checkpoint.store import MODULE_KEY, OPTIMIZERS_KEY, CheckpointState, is_remote, save
+from lightning_3d.precision import Mesh3DPrecision
+
+_PRECISION_KEY = Mesh3DPrecision.__qualname__
+# Under this name plain Lightning keeps the state of its loss scaler.
+_LIGHTNING_PRECISION_KEY = "MixedPrecision"
+
+
+class CheckpointDoor:
+    """The checkpoint that a run resumes from, and the saving of its own.
+
+    Args:
+        distributed: Save a sharded directory, or one consolidated file.
+        group: All ranks of the mesh.
+        device: This rank's device.
+    """
+
+    def __init__(self, *, distributed: bool, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._distributed = distributed
+        self._group = group
+        self._device = device
+        self._stored: StoredCheckpoint | None = None
+
+    def save(self, checkpoint: Mapping[str, Any], path: str | Path) -> None:
+        """Saves what Lightning collected, beside this rank's random states. Every rank calls it."""
+        content = dict(checkpoint)
+        if _PRECISION_KEY in content:
+            content[_LIGHTNING_PRECISION_KEY] = content[_PRECISION_KEY]
+        state = CheckpointState.of(content, random_state(self._device))
+        save(path, state, distributed=self._distributed, group=self._group)
+
+    def open(self, path: str | Path, module: nn.Module, *, weights_only: bool | None) -> dict[str, Any]:
+        """Returns a checkpoint in Lightning's form, its weights laid out as the module's. Every rank calls it."""
+        stored = open_checkpoint(path, weights_only=weights_only, group=self._group)
+        self._stored = stored
+        content = dict(stored.metadata)
+        if _LIGHTNING_PRECISION_KEY in content:
+            content.setdefault(_PRECISION_KEY, content[_LIGHTNING_PRECISION_KEY])
+        content[MODULE_KEY] = read_module_state(stored, module, group=self._group)
+        if stored.optimizers is not None:
+            content[OPTIMIZERS_KEY] = stored.optimizers
+        return content
+
+    def load_module(self, checkpoint: Mapping[str, Any], module: nn.Module, *, strict: bool) -> None:
+        """Loads the weights of an opened checkpoint, as hooks may have edited them."""
+        load_module_state(module, checkpoint[MODULE_KEY], strict=strict)
+
+    def load_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Loads the optimizers' states of the opened checkpoint. Every rank calls it."""
+        assert self._stored is not None, "Lightning restores optimizers from a checkpoint that it has loaded"
+        load_optimizers(self._stored, module, optimizers, group=self._group)
+
+    def begin_training(self) -> None:
+        """Puts random states back, when nothing else draws before training any more, and lets the checkpoint go."""
+        if self._stored is not None:
+            restore_random(self._stored, rank=self._group.rank(), world=self._group.size(), device=self._device)
+        self._stored = None
+
+    @staticmethod
+    def remove(path: str | Path) -> bool:
+        """Removes a local checkpoint; returns whether the path was local."""
+        if is_remote(path):
+            return False
+        remove(Path(path).absolute())
+        return True

@@ -1,0 +1,67 @@
+"""Evaluation steps: a batch, and what a data rank does when the others have one more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from lightning.pytorch import LightningModule
+
+from lightning_3d.precision import Mesh3DPrecision
+from lightning_3d.strategy.ends import LoaderEnds
+from lightning_3d.strategy.steps import StepRunner
+
+_STAGE_OF_RUN = {"predict": "predict", "test": "test"}
+
+
+class Evaluator:
+    """Runs validation, test and predict steps of a module.
+
+    Args:
+        module: The user's module.
+        steps: Runs one batch.
+        ends: Knows which data ranks have fewer batches.
+        precision: Gives each step its context.
+    """
+
+    def __init__(
+        self, module: LightningModule, steps: StepRunner, *, ends: LoaderEnds, precision: Mesh3DPrecision
+    ) -> None:
+        self._module = module
+        self._steps = steps
+        self._ends = ends
+        self._precision = precision
+
+    def step(self, stage: str, args: tuple[Any, ...]) -> Any:
+        """Returns the output of a batch; this rank's last one runs again, unseen, while others have more.
+
+        Args:
+            stage: "validation", "test" or "predict".
+            args: Batch, batch index and, with several loaders, their index.
+        """
+        output = self._steps.evaluation_step(stage, self._context(stage), *args)
+        for _ in range(self._ends.repeats_after_step()):
+            self._unseen(stage, args)
+        return output
+
+    def repeat(self, batch: Any, batch_idx: int, to_device: Callable[[Any], Any]) -> None:
+        """Runs a batch unseen that came straight from a loader of unknown length."""
+        trainer = self._module.trainer
+        stage = _STAGE_OF_RUN.get(str(trainer.state.stage), "validation")
+        loop: Any = trainer._active_loop
+        several = getattr(loop, "num_dataloaders", 1) > 1
+        batch = to_device(self._precision.convert_input(batch))
+        self._unseen(stage, (batch, batch_idx, 0) if several else (batch, batch_idx))
+
+    def _unseen(self, stage: str, args: tuple[Any, ...]) -> None:
+        with self._ends.unseen(self._module):
+            self._steps.evaluation_step(stage, self._context(stage), *args)
+
+    def _context(self, stage: str) -> Callable[[], AbstractContextManager[Any]]:
+        contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+            "validation": self._precision.val_step_context,
+            "test": self._precision.test_step_context,
+            "predict": self._precision.predict_step_context,
+        }
+        return contexts[stage]

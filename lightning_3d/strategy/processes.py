@@ -1,0 +1,193 @@
+"""The part of the strategy that knows processes: degrees, launcher, process group, samplers and reductions."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _init_dist_connection
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
+
+from lightning_3d.config.schema import StrategyConfig
+from lightning_3d.errors import MeshError
+from lightning_3d.mesh.spec import MeshSpec
+from lightning_3d.precision import Mesh3DPrecision
+from lightning_3d.strategy.launcher import Mesh3DLauncher
+from lightning_3d.strategy.run import MeshClipper, RunOnMesh
+
+
+class MeshStrategy(ParallelStrategy):
+    """Processes on a mesh; what they do with a module is added by `Mesh3DStrategy`, the only class below.
+
+    Args:
+        config: The checked options.
+    """
+
+    def __init__(self, config: StrategyConfig) -> None:
+        self.config = config
+        self.num_nodes = 1
+        self._spec: MeshSpec | None = None
+        self._run: RunOnMesh | None = None
+        super().__init__()
+
+    # ---- what the mesh is ----
+
+    @property
+    def is_distributed(self) -> bool:
+        """Tells Lightning to give each data rank its own samples and to synchronise what is logged."""
+        return True
+
+    @property
+    def mesh_spec(self) -> MeshSpec:
+        """Degrees, coordinates and groups of the mesh, known once the Trainer is built."""
+        if self._spec is None:
+            self._spec = MeshSpec.resolve(
+                self.num_nodes * self.num_processes,
+                data=self.config.data_parallel_size,  # type: ignore[arg-type]
+                pipeline=self.config.pipeline_parallel_size,
+                tensor=self.config.tensor_parallel_size,
+                data_replicate=self.config.data_replicate_size,
+                rank_order=self.config.rank_order,
+            )
+        return self._spec
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh with the axes "data_parallel", "pipeline_parallel" and "tensor_parallel".
+
+        Raises:
+            MeshError: Read before the processes have met.
+        """
+        return self._on_mesh.mesh
+
+    @property
+    def data_size(self) -> int:
+        """Number of data ranks: ranks that see different samples."""
+        return self.mesh_spec.data
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's position on the data axis."""
+        return self.mesh_spec.coordinate(self.global_rank).data
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.data_size, "rank": self.data_rank}
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> str:
+        """Backend of the process group: gloo for the CPU, and beside nccl for objects and offloaded tensors."""
+        default = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+        chosen = self.config.process_group_backend or default.get(self.root_device.type)
+        return chosen or dist.get_default_backend_for_device(self.root_device)
+
+    # ---- processes ----
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        plugin = self._precision_plugin
+        assert isinstance(plugin, Mesh3DPrecision)
+        return plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = Mesh3DPrecision.from_lightning(precision_plugin or Precision())
+
+    @property
+    def _precision(self) -> Mesh3DPrecision:
+        assert isinstance(self._precision_plugin, Mesh3DPrecision)
+        return self._precision_plugin
+
+    @override
+    def _configure_launcher(self) -> None:
+        # Impossible degrees must be an error before the first child process starts.
+        assert self.mesh_spec.world == self.num_nodes * self.num_processes
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = Mesh3DLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def set_world_ranks(self) -> None:
+        """Tells Lightning and the environment which rank this process is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        # One function serves Lightning, Fabric and their utilities; it keeps the rank as an attribute.
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        assert self.cluster_environment is not None
+        _init_dist_connection(
+            self.cluster_environment,
+            self.process_group_backend,
+            timeout=timedelta(seconds=self.config.timeout_seconds),
+            device_id=self.root_device if self.root_device.type != "cpu" else None,
+        )
+        if self._run is None:
+            self._run = RunOnMesh(self.mesh_spec, self.root_device, self.config)
+        self._precision.join_mesh(self.root_device.type, self._run.shared_group, MeshClipper(self._run.shared_group))
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._run.mesh
+
+    @property
+    def _on_mesh(self) -> RunOnMesh:
+        if self._run is None:
+            raise MeshError(
+                "the mesh does not exist before the processes have met.",
+                fix="read it in configure_model or later, or use strategy.mesh_spec for degrees and ranks",
+            )
+        return self._run
+
+    # ---- what is reduced, and over whom ----
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduces a tensor over the data axis; anything else is returned as it is."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        return self._on_mesh.collectives.reduce(tensor, group, "sum" if reduce_op is None else reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        return self._on_mesh.collectives.gather(tensor, group, with_gradients=sync_grads)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return self._on_mesh.collectives.agree(decision, all_ranks=all)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_initialized() and self.world_size > 1:
+            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not dist.is_initialized() or self.world_size == 1:
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]

@@ -1,0 +1,84 @@
+"""What one process has for all runs of a strategy: its mesh, groups, streams and doors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from lightning_3d.config.schema import StrategyConfig
+from lightning_3d.gradients import clip_by_norm, clip_by_value
+from lightning_3d.mesh.device import build_device_mesh, data_axis_mesh
+from lightning_3d.mesh.spec import MeshSpec
+from lightning_3d.random.streams import RandomStreams
+from lightning_3d.strategy.checkpoints import CheckpointDoor
+from lightning_3d.strategy.collectives import DataCollectives
+from lightning_3d.strategy.ends import LoaderEnds
+
+
+class RunOnMesh:
+    """The mesh of this process, and what works over it. Made when the processes have met; a collective call.
+
+    Args:
+        spec: Degrees of the axes.
+        device: This rank's device.
+        config: The strategy's options.
+    """
+
+    def __init__(self, spec: MeshSpec, device: torch.device, config: StrategyConfig) -> None:
+        self.device = device
+        self.mesh = build_device_mesh(spec, device.type)
+        self.data_group = data_axis_mesh(self.mesh).get_group()
+        world = dist.group.WORLD
+        assert world is not None, "the processes have met"
+        self.world_group: dist.ProcessGroup = world
+        self.seed = _agreed_seed(self.world_group)
+        self.streams = RandomStreams(self.seed, [device]) if config.layout_free_random else None
+        self.collectives = DataCollectives(self.data_group, self.world_group, device)
+        self.ends = LoaderEnds(self.collectives, config.uneven)
+        self.checkpoints = CheckpointDoor(
+            distributed=config.save_distributed_checkpoint, group=self.world_group, device=device
+        )
+
+    @property
+    def shared_group(self) -> dist.ProcessGroup | None:
+        """All ranks, or None where there is only one."""
+        return self.world_group if self.world_group.size() > 1 else None
+
+
+class MeshClipper:
+    """Clipping over all ranks of a mesh.
+
+    Args:
+        group: All ranks, or None where there is only one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+
+    def by_norm(self, parameters: Sequence[Tensor], value: float) -> Tensor:
+        """Scales gradients to a norm of at most ``value`` and returns the norm before."""
+        return clip_by_norm(parameters, value, group=self._group)
+
+    def by_value(self, parameters: Sequence[Tensor], value: float) -> None:
+        """Clamps each element to [-value, value]."""
+        clip_by_value(parameters, value)
+
+
+def evaluate_without_inference_mode(trainer: Trainer) -> None:
+    """Has the Trainer evaluate under no_grad: FSDP2 cannot train again with tensors made in inference mode."""
+    for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        loop.inference_mode = False
+
+
+def _agreed_seed(group: dist.ProcessGroup) -> int:
+    """The seed of ``seed_everything``, or else rank 0's of torch, equal on all ranks."""
+    given = os.environ.get("PL_GLOBAL_SEED")
+    seeds = [int(given) if given is not None else torch.initial_seed()]
+    if group.size() > 1:
+        dist.broadcast_object_list(seeds, src=0, group=group)
+    return seeds[0]
