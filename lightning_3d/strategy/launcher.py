@@ -128,7 +128,7 @@ def _program(directory: str) -> list[str]:
     import __main__  # the module itself changes with the way the program was started
 
     module = __main__.__spec__
-    start = [os.path.join(directory, sys.argv[0])] if module is None else ["-m", module.name]
+    start = [os.path.join(directory, sys.argv[0])] if module is None else ["-m", module.name.removesuffix(".__main__")]
     return [sys.executable, *start, *_verbs(sys.argv[1:])]
 
 

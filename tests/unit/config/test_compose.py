@@ -60,7 +60,8 @@ def test_hydras_store_is_left_as_it_was() -> None:
     del store.repo["recipe"]["theirs.yaml"]
 
 
-def test_words_need_no_torch() -> None:
-    code = "import sys, lightning_3d.config.compose, lightning_3d.train; print('torch' in sys.modules)"
+def test_the_command_line_answers_without_torch() -> None:
+    imports = "import lightning_3d.config.compose, lightning_3d.train"
+    code = f"import sys; sys.argv = ['lightning-3d']; {imports}; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "False"
