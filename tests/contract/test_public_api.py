@@ -87,7 +87,12 @@ def test_arguments_of_the_strategy() -> None:
 
 @pytest.mark.parametrize(
     ("program", "registered"),
-    [("train.py", True), ("lightning-3d", False), ("/usr/bin/lightning-3d", False), ("-m", True)],
+    [
+        pytest.param("train.py", True, marks=pytest.mark.slow),
+        pytest.param("-m", True, marks=pytest.mark.slow),
+        ("lightning-3d", False),
+        ("/usr/bin/lightning-3d", False),
+    ],
 )
 # "-m" alone is how a module of another package begins; our own is tried in the tests of the command line.
 def test_import_registers_unless_the_process_is_our_command_line(program: str, registered: bool) -> None:

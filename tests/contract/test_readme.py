@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,15 @@ def test_cheap_commands_run(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "lightning_3d", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert "lightning-3d" in done.stdout
+
+
+def test_every_choice_is_in_the_page_on_configuration() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|.*?\|(.*)\|$", (ROOT / "docs" / "configuration.md").read_text(), re.MULTILINE)
+    told = {f"{group}={choice}" for group, choices in rows for choice in re.findall(r"`([\w]+)`", choices)}
+    groups = {f"{path.parent.name}={path.stem}" for path in (ROOT / "conf").glob("*/*.yaml")}
+    # Files that others build on are not chosen themselves.
+    parts = {"callbacks=model_checkpoint", "callbacks=throughput", "model=language_model", "hydra=default"}
+    assert told == groups - parts | {f"recipe={path.stem}" for path in (ROOT / "recipes").glob("*.yaml")}
 
 
 def test_readme_fits_one_screen() -> None:
