@@ -34,11 +34,11 @@ Note: TypeAlias = tuple[Place, str, Any]
 
 _PRIMITIVES = (bool, int, float, complex, str, bytes, type(None))
 _NATIVE = (torch.dtype, torch.device, torch.Size)
-_TYPES: dict[str, type] = {
+_TYPES: Mapping[str, type] = {
     f"{kind.__module__}.{kind.__qualname__}": kind
     for kind in (DictConfig, ListConfig, argparse.Namespace, AttributeDict, dict, list, tuple, collections.OrderedDict)
 }
-_FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set, tuple)}
+_FACTORIES: Mapping[str, type] = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set, tuple)}
 _CONVERTIBLE = "numbers, text, tensors, arrays, paths, dates, enums, dataclasses, OmegaConf and Python's containers"
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 
@@ -308,7 +308,7 @@ _RULES: tuple[tuple[Any, Callable[[Any, Place, list[Note]], Any]], ...] = (
     (functools.partial, _plain_partial),
 )
 
-_RESTORERS: dict[str, Callable[[Any, Any], Any]] = {
+_RESTORERS: Mapping[str, Callable[[Any, Any], Any]] = {
     "omegaconf": lambda value, detail: OmegaConf.create(value),
     "namespace": lambda value, detail: argparse.Namespace(**value),
     "attribute_dict": lambda value, detail: AttributeDict(value),

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
 from lightning_3d.checkpoint.agreement import together
@@ -21,7 +22,7 @@ from lightning_3d.checkpoint.files import resolve
 from lightning_3d.checkpoint.generators import set_random_state
 from lightning_3d.checkpoint.layout import canonical, empty_like, laid_out, module_tensors, parameter_names
 from lightning_3d.checkpoint.optimizers import cut, destinations, indexed, matched, named, names_of
-from lightning_3d.checkpoint.store import FORMAT, META_FILE, MODULE_KEY, OPTIMIZERS_KEY, OURS, is_remote
+from lightning_3d.checkpoint.store import FORMAT, META_FILE, MODULE_KEY, OPTIMIZERS_KEY, OURS, is_remote, local_path
 from lightning_3d.checkpoint.tensors import read_tensors, stored_tensors
 from lightning_3d.errors import CheckpointError
 from lightning_3d.log import get_logger, info_once
@@ -44,6 +45,7 @@ class StoredCheckpoint:
         optimizer_names: For one of our files, the parameters' names by optimizer and group.
         extra: The module's extra state that is not tensors.
         random: The random states of each rank, or None.
+        tensors: For a directory, what it holds by flat name; None for a file.
         whole: For a file, the module's state; None for a directory.
     """
 
@@ -53,6 +55,7 @@ class StoredCheckpoint:
     optimizer_names: list[list[list[str]]] | None
     extra: dict[str, Any]
     random: list[dict[str, Any]] | None
+    tensors: dict[str, TensorStorageMetadata] | None
     whole: dict[str, Any] | None
 
 
@@ -71,11 +74,10 @@ def open_checkpoint(
     """
     with together(group, f"open the checkpoint {path}", _DAMAGED):
         if is_remote(path):
-            content = TorchCheckpointIO().load_checkpoint(
-                path, map_location=lambda storage, _: storage, weights_only=weights_only is not False
+            return _of_file(
+                str(path), TorchCheckpointIO().load_checkpoint(path, weights_only=weights_only is not False)
             )
-            return _of_file(path, content)
-        return _open_local(resolve(Path(path).absolute()), weights_only is not False)
+        return _open_local(resolve(local_path(path)), weights_only is not False)
     raise AssertionError("together() lets no failure through")
 
 
@@ -97,7 +99,7 @@ def read_module_state(
     targets = module_tensors(module)
     prefix = f"{MODULE_KEY}."
     state: dict[str, Tensor] = {}
-    for flat, entry in stored_tensors(Path(stored.path)).items():
+    for flat, entry in (stored.tensors or {}).items():
         name = flat.removeprefix(prefix)
         if flat.startswith(prefix):
             target = targets.get(name)
@@ -160,19 +162,21 @@ def load_optimizers(
             f"{stored.path} holds {len(stored.optimizers)} optimizers, configure_optimizers returned {len(optimizers)}",
             fix="configure as many optimizers as were saved, or start a new run from the weights alone",
         )
-    states = [
-        matched(_by_name(stored, index, module, optimizer), module, optimizer, f"optimizer {index}")
-        for index, optimizer in enumerate(optimizers)
-    ]
-    parameters = {name: parameter for parameter, name in parameter_names(module).items()}
-    if stored.whole is None:
-        available = stored_tensors(Path(stored.path))
-        placed = [destinations(state, parameters, available) for state in states]
-        into = {name: tensor for _, tensors in placed for name, tensor in tensors.items()}
+    into: dict[str, Tensor] = {}
+    with together(group, f"match the optimizers of {stored.path}", _DAMAGED):
+        states = [
+            matched(_by_name(stored, index, module, optimizer), module, optimizer, f"optimizer {index}")
+            for index, optimizer in enumerate(optimizers)
+        ]
+        parameters = {name: parameter for parameter, name in parameter_names(module).items()}
+        if stored.tensors is None:
+            states = [cut(state, parameters) for state in states]
+        else:
+            placed = [destinations(state, parameters, stored.tensors) for state in states]
+            into = {name: tensor for _, tensors in placed for name, tensor in tensors.items()}
+            states = [state for state, _ in placed]
+    if stored.tensors is not None:
         read_tensors(Path(stored.path), into, group)
-        states = [state for state, _ in placed]
-    else:
-        states = [cut(state, parameters) for state in states]
     for optimizer, state in zip(optimizers, states, strict=True):
         optimizer.load_state_dict(indexed(state))
 
@@ -197,7 +201,7 @@ def restore_random(stored: StoredCheckpoint, *, rank: int, world: int, device: t
 def _open_local(path: Path, weights_only: bool) -> StoredCheckpoint:
     if not path.is_dir():
         return _of_file(path, _torch_load(path, weights_only))
-    stored_tensors(path)
+    tensors = stored_tensors(path)
     if not (path / META_FILE).is_file():
         raise CheckpointError(f"{path} is no finished checkpoint: it has no {META_FILE}", fix=_DAMAGED)
     metadata, ours = _split_ours(path, _torch_load(path / META_FILE, weights_only))
@@ -208,6 +212,7 @@ def _open_local(path: Path, weights_only: bool) -> StoredCheckpoint:
         optimizer_names=None,
         extra=ours.get("extra", {}),
         random=ours.get("random"),
+        tensors=tensors,
         whole=None,
     )
 
@@ -221,6 +226,7 @@ def _of_file(path: Path | str, content: Any) -> StoredCheckpoint:
     metadata, ours = _split_ours(path, content)
     return StoredCheckpoint(
         path=path,
+        tensors=None,
         whole=dict(metadata.pop(MODULE_KEY)),
         optimizers=metadata.pop(OPTIMIZERS_KEY, None),
         metadata=metadata,
@@ -264,7 +270,7 @@ def _torch_load(path: Path, weights_only: bool) -> Any:
         raise CheckpointError(f"{path} cannot be read: {error}", fix=_DAMAGED) from error
 
 
-def _empty(entry: Any) -> Tensor:
+def _empty(entry: TensorStorageMetadata) -> Tensor:
     return torch.empty(entry.size, dtype=entry.properties.dtype)
 
 

@@ -24,13 +24,15 @@ from lightning_3d.checkpoint.layout import gather_whole
 from lightning_3d.checkpoint.optimizers import group_names, indexed, split
 from lightning_3d.checkpoint.tensors import write_tensors
 from lightning_3d.errors import CheckpointError
-from lightning_3d.log import get_logger
+from lightning_3d.log import get_logger, info_once
 
 FORMAT = 1
 META_FILE = "meta.pt"
 OURS = "lightning_3d"
 MODULE_KEY = "state_dict"
 OPTIMIZERS_KEY = "optimizer_states"
+
+_LOCAL_SCHEME = "file://"
 
 _log = get_logger(__name__)
 
@@ -92,10 +94,10 @@ def save(path: str | Path, state: CheckpointState, *, distributed: bool, group: 
     if remote:
         _save_remote(str(path), state, group)
         return
-    target = Path(path).absolute()
+    target = local_path(path)
     disk = find_disk(target.parent, group)
     if not disk.shared:
-        _log.info("%s is on %d separate disks: each gets a complete checkpoint", target.parent, len(disk.leaders))
+        info_once(_log, f"{target.parent} is {len(disk.leaders)} separate disks: each gets a complete checkpoint")
     if distributed:
         _save_directory(target, state, disk, group)
     else:
@@ -104,7 +106,12 @@ def save(path: str | Path, state: CheckpointState, *, distributed: bool, group: 
 
 def is_remote(path: str | Path) -> bool:
     """Returns whether a path is a URL, not a name on this machine."""
-    return "://" in str(path) and not str(path).startswith("file://")
+    return "://" in str(path) and not str(path).startswith(_LOCAL_SCHEME)
+
+
+def local_path(path: str | Path) -> Path:
+    """Returns the absolute path that a name on this machine means."""
+    return Path(str(path).removeprefix(_LOCAL_SCHEME)).absolute()
 
 
 def _save_directory(target: Path, state: CheckpointState, disk: Disk, group: dist.ProcessGroup | None) -> None:

@@ -25,7 +25,7 @@ from lightning_3d.checkpoint.agreement import together
 from lightning_3d.errors import CheckpointError
 
 _READING_FIX = "load another checkpoint, this one is damaged"
-_INDEX_CLASSES = {
+_INDEX_CLASSES: Mapping[str, tuple[str, ...]] = {
     "torch.distributed.checkpoint.metadata": (
         "Metadata",
         "TensorStorageMetadata",

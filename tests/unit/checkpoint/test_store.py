@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import pickle
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,14 +12,11 @@ import pytest
 import torch
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_3d.checkpoint.files import resolve
-from lightning_3d.checkpoint.generators import random_state
 from lightning_3d.checkpoint.layout import full_state_dict, module_state
 from lightning_3d.checkpoint.optimizers import optimizer_state
 from lightning_3d.checkpoint.restore import (
-    StoredCheckpoint,
     load_module,
     load_module_state,
     load_optimizers,
@@ -31,64 +26,7 @@ from lightning_3d.checkpoint.restore import (
 )
 from lightning_3d.checkpoint.store import CheckpointState, save
 from lightning_3d.errors import CheckpointError
-
-CPU = torch.device("cpu")
-FORMATS = pytest.mark.parametrize("distributed", [True, False], ids=["directory", "file"])
-
-
-class Model(nn.Module):
-    """A tied table, a frozen layer, a layer that no loss uses, a persistent and a passing buffer."""
-
-    def __init__(self, width: int = 4) -> None:
-        super().__init__()
-        self.table = nn.Embedding(7, width)
-        self.frozen = nn.Linear(width, width).requires_grad_(False)
-        self.unused = nn.Linear(width, 2)
-        self.norm = nn.BatchNorm1d(width)
-        self.head = nn.Linear(width, 7, bias=False)
-        self.head.weight = self.table.weight
-        self.register_buffer("passing", torch.zeros(3), persistent=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.norm(self.frozen(self.table(tokens))))
-
-
-def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.1, **options)
-
-
-def train(model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: int) -> list[float]:
-    losses = []
-    for step in range(steps):
-        tokens = torch.arange(8).mul(step + 3).remainder(7)
-        loss = nn.functional.cross_entropy(model(tokens), tokens)
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def save_all(
-    path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], *, distributed: bool, **metadata: Any
-) -> None:
-    checkpoint = {
-        **metadata,
-        "state_dict": module_state(model),
-        "optimizer_states": [optimizer_state(model, optimizer) for optimizer in optimizers],
-    }
-    save(path, CheckpointState.of(checkpoint, random_state(CPU)), distributed=distributed, group=None)
-
-
-def opened(path: Path, weights_only: bool | None = None) -> StoredCheckpoint:
-    return open_checkpoint(path, weights_only=weights_only, group=None)
-
-
-def load_all(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-    stored = opened(path)
-    load_module(stored, model, strict=True, group=None)
-    load_optimizers(stored, model, optimizers, group=None)
+from tests.unit.checkpoint.models import CPU, FORMATS, Model, adamw, load_all, opened, save_all, train
 
 
 @FORMATS
@@ -297,93 +235,6 @@ def test_random_states(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
     assert (random.random(), np.random.rand(), torch.rand(1).item()) != drawn[0]
 
 
-@FORMATS
-def test_foreign_pickles_are_refused_unless_asked_for(tmp_path: Path, distributed: bool) -> None:
-    path = tmp_path / "a.ckpt"
-    model = Model()
-    config = OmegaConf.create({"lr": 0.1})
-    if distributed:
-        save_all(path, model, [], distributed=True)
-        torch.save({"hyper_parameters": config}, path / "meta.pt")
-    else:
-        torch.save({"hyper_parameters": config, "state_dict": model.state_dict()}, path)
-    with pytest.raises(CheckpointError, match="weights_only=False"):
-        opened(path)
-    assert opened(path, weights_only=False).metadata["hyper_parameters"] == config
-
-
-class Payload:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Path.touch, (Path("/tmp/lightning_3d_must_not_exist"),))
-
-
-def test_an_index_cannot_run_code_or_leave_the_directory(tmp_path: Path) -> None:
-    path = tmp_path / "a.ckpt"
-    save_all(path, Model(), [], distributed=True)
-    index = path / ".metadata"
-    original = pickle.loads(index.read_bytes())
-    index.write_bytes(pickle.dumps(Payload()))
-    with pytest.raises(CheckpointError, match=r"not the index of a checkpoint: .*Path\.touch"):
-        opened(path)
-    assert not Path("/tmp/lightning_3d_must_not_exist").exists()
-    for name in ("../secret", "/etc/passwd"):
-        next(iter(original.storage_data.values())).relative_path = name
-        index.write_bytes(pickle.dumps(original))
-        with pytest.raises(CheckpointError, match="names a file outside the checkpoint"):
-            opened(path)
-
-
-def _remove(name: str) -> Callable[[Path], None]:
-    return lambda path: (path / name).unlink()
-
-
-def _truncate(name: str) -> Callable[[Path], None]:
-    return lambda path: (path / name).write_bytes((path / name).read_bytes()[:200])
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [_remove(".metadata"), _remove("meta.pt"), _truncate(".metadata"), _truncate("meta.pt"), _truncate("__0_0.distcp")],
-    ids=["no index", "no metadata", "half index", "half metadata", "half shard"],
-)
-def test_damaged_directories_are_one_error(tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    path = tmp_path / "a.ckpt"
-    save_all(path, Model(), [], distributed=True)
-    damage(path)
-    with pytest.raises(CheckpointError, match=r"a\.ckpt") as caught:
-        load_module(opened(path), Model(), strict=True, group=None)
-    assert caught.value.fix is not None
-
-
-@pytest.mark.parametrize("content", [b"", b"text", b"PK\x03\x04 no zip"])
-def test_files_that_are_no_checkpoints(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "a.ckpt").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"a\.ckpt"):
-        opened(tmp_path / "a.ckpt")
-    torch.save([1, 2], tmp_path / "b.ckpt")
-    with pytest.raises(CheckpointError, match="holds no state_dict"):
-        opened(tmp_path / "b.ckpt")
-
-
-def test_a_newer_format_is_named(tmp_path: Path) -> None:
-    save_all(tmp_path / "a.ckpt", Model(), [], distributed=False)
-    content = torch.load(tmp_path / "a.ckpt")
-    content["lightning_3d"]["format"] = 99
-    torch.save(content, tmp_path / "a.ckpt")
-    with pytest.raises(CheckpointError, match="has format 99"):
-        opened(tmp_path / "a.ckpt")
-
-
-def test_names_that_do_not_exist(tmp_path: Path) -> None:
-    save_all(tmp_path / "epoch=3.ckpt", Model(), [], distributed=True)
-    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*epoch=4\.ckpt") as caught:
-        opened(tmp_path / "epoch=4.ckpt")
-    assert "epoch=3.ckpt" in str(caught.value)
-    shutil.copytree(tmp_path / "epoch=3.ckpt", tmp_path / "last.ckpt.tmp-abc")
-    with pytest.raises(CheckpointError, match="writing never finished"):
-        resolve(tmp_path / "last.ckpt.tmp-abc")
-
-
 def test_urls(tmp_path: Path) -> None:
     import fsspec
 
@@ -396,6 +247,13 @@ def test_urls(tmp_path: Path) -> None:
     stored = open_checkpoint("memory://runs/a.ckpt", weights_only=None, group=None)
     load_module(stored, other, strict=True, group=None)
     assert torch.equal(other.table.weight, model.table.weight)
+
+
+def test_a_local_url_is_a_path(tmp_path: Path) -> None:
+    model = Model()
+    save_all(f"file://{tmp_path}/a.ckpt", model, [], distributed=True)
+    assert (tmp_path / "a.ckpt" / "meta.pt").is_file()
+    assert opened(f"file://{tmp_path}/a.ckpt").whole is None
 
 
 def test_full_state_dict() -> None:
