@@ -1,7 +1,7 @@
 """Optimizer state by parameter name: taken out, split into tensors and the rest, and put back.
 
-torch's own functions for this make state that is not there yet by a step with zero gradients. That counts as a step, and
-a parameter without state cannot be loaded; so state is taken and given exactly as ``Optimizer.state_dict`` has it.
+torch's own functions for this make state that is not there yet by a step with zero gradients. That counts as a step,
+and a parameter without state cannot be loaded; so state is taken and given exactly as ``Optimizer.state_dict`` has it.
 """
 
 from __future__ import annotations
