@@ -47,9 +47,19 @@ def train(cfg: DictConfig) -> float | None:
             launchers.append(launcher)
         for logger in trainer.loggers:
             logger.log_hyperparams(OmegaConf.to_container(cfg))  # type: ignore[arg-type]  # resolved: a plain dict
-        metrics = _fit_and_test(trainer, model, data, run)
+        metrics: dict[str, torch.Tensor] = {}
+        saved: dict[str, str] = {}
+        if run.train:
+            trainer.fit(model, datamodule=data, ckpt_path=run.ckpt_path)
+            metrics |= trainer.callback_metrics
+            # Before the test, which gives the callbacks the state that they had when its checkpoint was written.
+            saved = _saved(trainer)
+        if run.test and is_overridden("test_step", model) and is_overridden("test_dataloader", data):
+            checkpoint = next(iter(saved.values()), None) if run.train else run.ckpt_path
+            trainer.test(model, datamodule=data, ckpt_path=checkpoint, verbose=False)
+            metrics |= trainer.callback_metrics
         if trainer.is_global_zero:
-            _report(trainer, metrics)
+            _report(metrics, saved)
     return None if run.optimized_metric is None else _chosen(metrics, run.optimized_metric)
 
 
@@ -67,36 +77,18 @@ def _only_device(accelerator: str) -> str:
     return "cuda:0" if accelerator in ("auto", "gpu", "cuda") and CUDAAccelerator.is_available() else "cpu"
 
 
-def _fit_and_test(
-    trainer: Trainer, model: LightningModule, data: LightningDataModule, run: RunConfig
-) -> Mapping[str, torch.Tensor]:
-    metrics: dict[str, torch.Tensor] = {}
-    checkpoint = run.ckpt_path
-    if run.train:
-        trainer.fit(model, datamodule=data, ckpt_path=checkpoint)
-        metrics |= trainer.callback_metrics
-        checkpoint = _best(trainer)
-    if run.test and is_overridden("test_step", model) and is_overridden("test_dataloader", data):
-        trainer.test(model, datamodule=data, ckpt_path=checkpoint, verbose=False)
-        metrics |= trainer.callback_metrics
-    return metrics
-
-
-def _best(trainer: Trainer) -> str | None:
-    """Returns the best checkpoint, the last one if none was chosen, or None for the weights as they are."""
+def _saved(trainer: Trainer) -> dict[str, str]:
+    """Returns the best and the last checkpoint by these words, where there is one."""
     saver: Any = trainer.checkpoint_callback
-    if saver is None:
-        return None
-    return saver.best_model_path or getattr(saver, "last_model_path", "") or None
+    paths = {kind: str(getattr(saver, f"{kind}_model_path", "")) for kind in ("best", "last")}
+    return {kind: path for kind, path in paths.items() if path}
 
 
-def _report(trainer: Trainer, metrics: Mapping[str, torch.Tensor]) -> None:
+def _report(metrics: Mapping[str, torch.Tensor], saved: Mapping[str, str]) -> None:
     for name in sorted(metrics):
         _log.info("%s %.4f", name, float(metrics[name]))
-    saver: Any = trainer.checkpoint_callback
-    for kind in ("best", "last"):
-        if path := getattr(saver, f"{kind}_model_path", ""):
-            _log.info("%s checkpoint %s", kind, path)
+    for kind, path in saved.items():
+        _log.info("%s checkpoint %s", kind, path)
 
 
 def _chosen(metrics: Mapping[str, torch.Tensor], name: str) -> float:

@@ -1,0 +1,29 @@
+"""A user's own callback, found because the command is given in this directory."""
+
+import json
+import sys
+from pathlib import Path
+
+import lightning as L
+
+
+class Recorder(L.Callback):
+    """Leaves what each rank saw, one file per rank, in the directory of the job."""
+
+    def __init__(self, fail_on: int | None = None) -> None:
+        self.fail_on = fail_on
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.global_rank == self.fail_on:
+            raise RuntimeError(f"rank {self.fail_on} fails on purpose")
+
+    def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        seen = {
+            "world": trainer.world_size,
+            "directory": str(Path.cwd()),
+            "loss": float(trainer.callback_metrics["test_loss"]),
+            "lr": pl_module.build_optimizer.keywords["lr"],
+            "step": trainer.global_step,
+            "words": sys.argv[1:],
+        }
+        Path(trainer.default_root_dir, f"rank{trainer.global_rank}.json").write_text(json.dumps(seen))
