@@ -73,6 +73,7 @@ class InitRecorder(TorchDispatchMode):
         Raises:
             ModuleError: If a parameter on the meta device has no recorded initialisation and none is known.
         """
+        self._initialise_skipped(module)
         self._reset_unwritten(module)
         windows = {}
         open_names = []
@@ -224,6 +225,16 @@ class InitRecorder(TorchDispatchMode):
         scratch = storage in self._log.storages and not isinstance(tensor, nn.Parameter)
         return tensor.numel() == 0 or scratch or storage in self._log.writers
 
+    def _initialise_skipped(self, module: nn.Module) -> None:
+        # Transformers leave out their own initialisation under a `with torch.device("meta")` of the user's.
+        for part in module.modules():
+            known = any(base.__module__ == "transformers.modeling_utils" for base in type(part).__mro__)
+            skipped = known and not any(hasattr(child, "_is_hf_initialized") for child in part.modules())
+            if skipped and all(tensor.is_meta for tensor in part.parameters()):
+                initialise: Any = part.initialize_weights
+                with self:
+                    initialise()
+
     def _reset_unwritten(self, module: nn.Module) -> None:
         # Children first, as in an eager run: some parents overwrite a part of theirs.
         for part in reversed([*module.modules()]):
@@ -290,10 +301,10 @@ class _Factories(TorchFunctionMode):
 
     def _from_data(self, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         requires_grad = bool(kwargs.pop("requires_grad", False))
-        kwargs["device"] = CPU
-        real = func(*args, **kwargs)
-        # Libraries ask torch.tensor([]).device whether initialisation is pointless. Here it is not.
-        return self._recorder.constant(real).requires_grad_(requires_grad) if real.numel() else real
+        real = func(*args, **{**kwargs, "device": CPU})
+        # Libraries ask torch.tensor([]).device whether initialisation is pointless. Here only a context of the user's
+        # own makes it so.
+        return self._recorder.constant(real).requires_grad_(requires_grad) if real.numel() else func(*args, **kwargs)
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

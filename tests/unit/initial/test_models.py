@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -162,3 +164,26 @@ def test_default_dtype_while_building_is_kept(dtype: torch.dtype) -> None:
     for (name, parameter), value in zip(module.named_parameters(), eager.parameters(), strict=True):
         assert_alike(name, parameter, value)
         assert parameter.dtype == dtype
+
+
+@pytest.mark.parametrize("context", [contextlib.nullcontext(), torch.device("meta")], ids=["plain", "meta"])
+def test_a_users_own_meta_context_changes_nothing(context: contextlib.AbstractContextManager[None]) -> None:
+    recorder = InitRecorder(5)
+    with recorder, context:
+        module = gpt2()
+    tape = recorder.tape(module)
+    assert abs(tape.value("transformer.wte.weight").std().item() - 0.02) < 1e-3
+    assert abs(tape.value("transformer.h.1.mlp.c_proj.weight").std().item() - 0.02 / math.sqrt(4)) < 1e-3
+
+
+def test_pretrained_weights_loaded_while_recording(tmp_path: Path) -> None:
+    eager = llama()
+    eager.save_pretrained(tmp_path)
+    recorder = InitRecorder(5)
+    with recorder:
+        module = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    materialise(module, recorder.tape(module), device=torch.device("cpu"))
+    for tensors in (nn.Module.named_parameters, nn.Module.named_buffers):
+        for (name, loaded), (other, saved) in zip(tensors(module), tensors(eager), strict=True):
+            assert name == other
+            assert torch.equal(loaded, saved), name

@@ -239,7 +239,7 @@ def test_explicit_devices_stay_real_and_libraries_do_not_see_a_meta_default() ->
         assert torch.zeros(2, device="meta").device.type == "meta"
         assert torch.tensor([]).device == torch.get_default_device() == torch.device("cpu")
         with torch.device("meta"):
-            assert torch.tensor([]).device.type == "cpu"
+            assert torch.tensor([]).device.type == "meta"
     assert torch.zeros(1).device.type == "cpu"
 
 
