@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.contract.sources import ROOT
 _MARK = "LIGHTNING_3D_TEST_PROGRAM"
 _OUTSIDE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED")
 _SECONDS = 200
+_GRACE = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +43,7 @@ def run_python(directory: Path, *words: str) -> Finished:
         try:
             code = process.wait(_SECONDS)
         finally:
-            left = _marked(mark)
+            left = _left(mark)
             for pid in left:
                 os.kill(pid, signal.SIGKILL)
         output.seek(0)
@@ -53,6 +55,14 @@ def run_python(directory: Path, *words: str) -> Finished:
 def records(directory: Path) -> list[Any]:
     """Returns what the ranks of a job left in its directory, in their order."""
     return [json.loads(path.read_text()) for path in sorted(directory.glob("rank*.json"))]
+
+
+def _left(mark: str) -> list[int]:
+    """Returns the processes that do not end by themselves shortly after the one that was started."""
+    end = time.monotonic() + _GRACE
+    while (found := _marked(mark)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return found
 
 
 def _marked(mark: str) -> list[int]:
