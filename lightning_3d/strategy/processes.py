@@ -106,16 +106,17 @@ class MeshStrategy(ParallelStrategy):
     @property
     @override
     def precision_plugin(self) -> Precision:
-        plugin = self._precision_plugin
-        assert isinstance(plugin, Mesh3DPrecision)
-        return plugin
+        return self._precision
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = Mesh3DPrecision.from_lightning(precision_plugin or Precision())
+        # None while the Trainer has not chosen: it takes anything else for the user's own choice.
+        self._precision_plugin = None if precision_plugin is None else Mesh3DPrecision.from_lightning(precision_plugin)
 
     @property
     def _precision(self) -> Mesh3DPrecision:
+        if self._precision_plugin is None:
+            self._precision_plugin = Mesh3DPrecision()
         assert isinstance(self._precision_plugin, Mesh3DPrecision)
         return self._precision_plugin
 
