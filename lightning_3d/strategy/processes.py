@@ -42,8 +42,11 @@ class MeshStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Tells Lightning to give each data rank its own samples and to synchronise what is logged."""
-        return True
+        """Tells Lightning to give each data rank its own samples and to synchronise what is logged.
+
+        False on one data rank: a sampler of its own would shuffle what the user wants in order.
+        """
+        return self.data_size > 1
 
     @property
     def mesh_spec(self) -> MeshSpec:
