@@ -212,3 +212,18 @@ def test_host_peak_is_one_parameter_beside_the_shards(layers: int) -> None:
     assert memory.now == pytest.approx(shards, abs=4096)
     assert memory.peak <= shards + 2 * largest
     assert memory.peak >= shards + largest
+
+
+def test_intermediate_results_are_freed_while_replaying() -> None:
+    def build() -> nn.Module:
+        module = nn.Module()
+        value = torch.ones(128, 128)
+        for _ in range(20):
+            value = value * 2
+        module.weight = nn.Parameter(value)
+        return module
+
+    _, tape = record(build)
+    with PeakBytes() as memory:
+        assert tape.value("weight").eq(2**20).all()
+    assert memory.peak <= 4 * 128 * 128 * 4

@@ -79,6 +79,7 @@ def in_place_through_data(module: nn.Module) -> None:
         module.weight[:, 0].zero_()
         module.weight[torch.arange(6) == 5] = 7
         module.weight.masked_fill_(module.weight > 6.5, -1)
+    module.weight.data.copy_(module.weight.data)
     module.weight.data = module.weight.data.t()
 
 
