@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_3d.checkpoint.containers import to_plain
 from lightning_3d.checkpoint.files import remove
 from lightning_3d.checkpoint.generators import random_state
 from lightning_3d.checkpoint.restore import (
@@ -78,6 +79,18 @@ class CheckpointDoor:
         if self._stored is not None:
             restore_random(self._stored, rank=self._group.rank(), world=self._group.size(), device=self._device)
         self._stored = None
+
+    @staticmethod
+    def check_hyper_parameters(owner: object) -> None:
+        """Refuses hyper-parameters that no checkpoint can hold, before training instead of at the first checkpoint.
+
+        Args:
+            owner: The module or datamodule, or None.
+
+        Raises:
+            CheckpointError: Names the entry, its type and the way out.
+        """
+        to_plain(dict(getattr(owner, "hparams", None) or {}), "hyper_parameters")
 
     @staticmethod
     def remove(path: str | Path) -> bool:

@@ -148,6 +148,9 @@ class Mesh3DStrategy(MeshStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         evaluate_without_inference_mode(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            for owner in (self.lightning_module, trainer.datamodule):
+                self._on_mesh.checkpoints.check_hyper_parameters(owner)
         applied = self._apply()
         run = self._on_mesh
         if run.streams is not None:
@@ -285,36 +288,17 @@ class Mesh3DStrategy(MeshStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        self._begin_evaluation()
-
-    @override
-    def on_test_start(self) -> None:
-        self._begin_evaluation()
-
-    @override
-    def on_predict_start(self) -> None:
-        self._begin_evaluation()
+        applied = self._module_on_mesh
+        applied.share_buffers()
+        self._on_mesh.ends.begin_evaluation(applied.module.trainer)
 
     @override
     def on_validation_end(self) -> None:
-        self._end_evaluation()
-
-    @override
-    def on_test_end(self) -> None:
-        self._end_evaluation()
-
-    @override
-    def on_predict_end(self) -> None:
-        self._end_evaluation()
-
-    def _begin_evaluation(self) -> None:
-        module = self._module_on_mesh.module
-        self._module_on_mesh.share_buffers()
-        self._on_mesh.ends.begin_evaluation(module.trainer)
-
-    def _end_evaluation(self) -> None:
         self._on_mesh.ends.end_evaluation()
         self._module_on_mesh.engine.rest()
+
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
 
     # ---- data ----
 
