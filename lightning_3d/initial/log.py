@@ -145,26 +145,19 @@ class OperationLog:
                     wanted += [(read, index) for read in self.operations[index].reads]
         return sorted(needed)
 
-    def settled(
-        self, function: torch._ops.OpOverload, changed: Sequence[Window], reads: frozenset[int]
-    ) -> frozenset[int]:
-        """Finds the changed storages that an operator fills whole without looking at what was there.
+    def settled(self, function: torch._ops.OpOverload, changed: Sequence[Window]) -> frozenset[int]:
+        """Finds the changed storages that an operator fills whole, whatever was there.
 
         Args:
             function: The operator overload.
             changed: Windows of the arguments that it changes.
-            reads: Storages of the arguments that it only reads.
 
         Returns:
-            Storages whose earlier content no longer matters.
+            Storages whose earlier content no longer matters, unless the operator reads them as well.
         """
         if function._schema.name not in _OVERWRITING:
             return frozenset()
-        return frozenset(
-            window.storage
-            for window in changed
-            if window.storage not in reads and window.covers(self.storages[window.storage].nbytes())
-        )
+        return frozenset(window.storage for window in changed if window.covers(self.storages[window.storage].nbytes()))
 
     def _since_settled(self, storage: int, end: int) -> Iterable[int]:
         for index in reversed(self.writers.get(storage, ())):

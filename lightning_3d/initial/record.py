@@ -186,7 +186,7 @@ class InitRecorder(TorchDispatchMode):
             return
         recorded_args, recorded_kwargs = tree_map(self._recorded, (args, kwargs))
         only_read = frozenset(Window.of(tensor).storage for tensor in _read(func, args, kwargs) if tensor.is_meta)
-        settles = self._log.settled(func, changed, only_read)
+        settles = self._log.settled(func, changed)
         self._log.append(
             Operation(
                 function=func,
