@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -149,7 +149,7 @@ class Mesh3DStrategy(MeshStrategy):
         self.accelerator.setup(trainer)
         evaluate_without_inference_mode(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            for owner in (self.lightning_module, trainer.datamodule):
+            for owner in (self.lightning_module, getattr(trainer, "datamodule", None)):
                 self._on_mesh.checkpoints.check_hyper_parameters(owner)
         applied = self._apply()
         run = self._on_mesh
