@@ -90,7 +90,8 @@ def apply_plan(
         policy: Dtypes of gathered parameters and of reductions.
     """
     axis = data_axis_mesh(mesh)
-    if tape is None and axis.size() > 1:
+    if axis.size() > 1:
+        # What is real already; what is recorded needs no communication.
         broadcast_module(module, axis.get_group())
     if tape is None and plan.data.engine != "fully_shard":
         module.to(device)
