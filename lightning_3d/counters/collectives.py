@@ -100,7 +100,7 @@ class CollectiveTable:
         return [row for row in self.rows if operation in (None, row.operation) and axis in (None, row.axis)]
 
 
-class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CollectiveCounter(TorchDispatchMode):
     """Counts the collectives of the code inside ``with``, on real and on fake tensors, waited for or not.
 
     It sees what DistributedDataParallel's reducer and FSDP2 issue, and what DTensors cause.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +20,8 @@ from lightning_3d.counters.tensors import plain_tensors
 from lightning_3d.units import format_bytes
 
 _COMMUNICATION_NAMESPACES = ("c10d", "fsdp")
+# From this share of a run's peak on, the next run looks at every new peak.
+_NEAR_PEAK = 0.9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,12 +31,10 @@ class Peak:
     Args:
         size: Bytes.
         phase: Phase in which it was reached.
-        event: Number of the allocation or operation that reached it, counted since `LiveBytes.rewind`.
     """
 
     size: int
     phase: str
-    event: int
 
     def __str__(self) -> str:
         return f"{format_bytes(self.size)} in {self.phase}"
@@ -44,8 +45,8 @@ class PeakReport:
     """A peak and what it is made of.
 
     Args:
-        peak: The peak of the first run.
-        categories: Bytes by category at the same event of the second run.
+        peak: The peak.
+        categories: Bytes by category at that moment.
     """
 
     peak: Peak
@@ -53,7 +54,7 @@ class PeakReport:
 
     @property
     def exact(self) -> bool:
-        """Whether the second run was the same as the first, byte for byte."""
+        """Whether the categories add up to the peak; not so if the step was another one the second time."""
         return sum(self.categories.values()) == self.peak.size
 
     def __str__(self) -> str:
@@ -68,28 +69,37 @@ class _Storage:
     reference: weakref.ref[torch.UntypedStorage]
 
 
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LiveBytes(TorchDispatchMode):
     """Follows every storage made inside ``with``, real or fake, until it is freed.
 
     What exists before is told by `track`. Bytes are those of tensors, not of an allocator or a backend.
     While it is entered, `UntypedStorage.resize_` (FSDP2 frees by it) and DTensor's shape propagation (which makes
     global-shape tensors that hold no memory) are watched by scoped patches: for measured steps, not for training.
 
+    A backend's thread may hold the tensors of a collective a moment longer than the code that asked for it, so on real
+    processes the peak may differ a little between runs.
+
     Attributes:
-        current: Live bytes now.
         peak: The highest since the start or the last `rewind`.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.current = 0
-        self.peak = Peak(size=0, phase="start", event=0)
+        self.peak = Peak(size=0, phase="start")
         self._phase = "start"
-        self._event = 0
         self._muted = 0
+        self._bytes = 0
         self._storages: dict[int, _Storage] = {}
-        self._actions: dict[int, Callable[[], None]] = {}
+        # Storages die on any thread and at any moment; their keys wait here for this one.
+        self._dead: collections.deque[int] = collections.deque()
+        self._watch: tuple[int, Callable[[], None]] | None = None
         self._patches = contextlib.ExitStack()
+
+    @property
+    def current(self) -> int:
+        """Live bytes now."""
+        self._bury()
+        return self._bytes
 
     def track(self, *values: object) -> None:
         """Adds the storages of modules (with gradients), optimizers, tensors and containers of tensors."""
@@ -99,15 +109,14 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._step()
 
     def rewind(self) -> None:
-        """Starts a new count of events and a new peak."""
-        self._event = 0
-        self._actions.clear()
-        self.peak = Peak(size=self.current, phase=self._phase, event=0)
+        """Starts a new peak from what is alive now."""
+        self._watch = None
+        self.peak = Peak(size=self.current, phase=self._phase)
 
-    def at(self, event: int, action: Callable[[], None]) -> None:
-        """Calls ``action`` at an event after this `rewind`."""
-        self._actions[event] = action
-        if event == self._event:
+    def watch(self, threshold: int, action: Callable[[], None]) -> None:
+        """Calls ``action`` now and at every new peak, where the peak is of ``threshold`` bytes or more."""
+        self._watch = (threshold, action)
+        if self.peak.size >= threshold:
             action()
 
     @contextlib.contextmanager
@@ -120,7 +129,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._phase = before
 
     def by_category(self, owners: Mapping[int, Category]) -> dict[Category, int]:
-        """Returns the live bytes of each category that has any.
+        """Returns the live bytes of each category that has any, as of the last operation or look at `current`.
 
         Args:
             owners: Category by storage, from `categorise`; storages it does not name count as communication if a
@@ -169,42 +178,47 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if tensor.layout != torch.strided or tensor.device.type == "meta":
             return
         storage = tensor.untyped_storage()
-        known = self._storages.get(storage._cdata)
+        known = self._known(storage)
         if known is None:
             self._add(storage, communication)
         else:
             known.communication |= communication
-            self._resize(storage)
+            self._resize(storage, known)
+
+    def _bury(self) -> None:
+        while self._dead:
+            self._bytes -= self._storages.pop(self._dead.popleft()).size
+
+    def _known(self, storage: torch.UntypedStorage) -> _Storage | None:
+        self._bury()  # a dead storage's key may have been given to this one
+        return self._storages.get(storage._cdata)
 
     def _add(self, storage: torch.UntypedStorage, communication: bool) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key, size, dead = storage._cdata, storage.nbytes(), self._dead
+        reference = weakref.ref(storage, lambda _: dead.append(key))
+        self._storages[key] = _Storage(size=size, communication=communication, reference=reference)
+        self._bytes += size
 
-        def forget(_: object) -> None:
-            self.current -= self._storages.pop(key).size
-
-        self._storages[key] = _Storage(size=size, communication=communication, reference=weakref.ref(storage, forget))
-        self.current += size
-
-    def _resize(self, storage: torch.UntypedStorage) -> None:
-        known = self._storages.get(storage._cdata)
-        if known is not None:
-            size = storage.nbytes()
-            self.current += size - known.size
-            known.size = size
+    def _resize(self, storage: torch.UntypedStorage, known: _Storage) -> None:
+        size = storage.nbytes()
+        self._bytes += size - known.size
+        known.size = size
 
     def _step(self) -> None:
-        self._event += 1
-        if self.current > self.peak.size:
-            self.peak = Peak(size=self.current, phase=self._phase, event=self._event)
-        action = self._actions.get(self._event)
-        if action is not None:
-            action()
+        size = self.current
+        if size <= self.peak.size:
+            return
+        self.peak = Peak(size=size, phase=self._phase)
+        if self._watch is not None and self.peak.size >= self._watch[0]:
+            self._watch[1]()
 
     def _followed_resize(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             result = original(storage, size)
-            self._resize(storage)
-            self._step()
+            known = self._known(storage)
+            if known is not None:
+                self._resize(storage, known)
+                self._step()
             return result
 
         return resize_
@@ -223,21 +237,28 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def measure_peak(
     live: LiveBytes, step: Callable[[], object], owners: Callable[[], Mapping[int, Category]]
 ) -> PeakReport:
-    """Runs a step twice: first to find its peak, then to see what is alive at that event.
+    """Runs a step twice: first to find about how high its peak is, then to see what is alive there.
 
     Args:
         live: Entered, tracking what exists.
         step: Does the same each time: warmed up, so that gradients and optimizer states exist or not alike.
-        owners: Called at the peak, e.g. ``lambda: categorise([model], [optimizer])``.
+        owners: Called near the peak, e.g. ``lambda: categorise([model], [optimizer])``.
     """
     live.rewind()
     step()
-    peak = live.peak
+    threshold = int(_NEAR_PEAK * live.peak.size)
     categories: dict[Category, int] = {}
+
+    def look() -> None:
+        categories.clear()
+        categories.update(live.by_category(owners()))
+
     live.rewind()
-    live.at(peak.event, lambda: categories.update(live.by_category(owners())))
+    live.watch(threshold, look)
     step()
-    return PeakReport(peak=peak, categories=categories)
+    report = PeakReport(peak=live.peak, categories=categories)
+    live.rewind()
+    return report
 
 
 def _tensors_of(value: object) -> Iterator[torch.Tensor]:

@@ -19,6 +19,8 @@ LAYERS = 3
 WIDTH = 32
 # Bytes of all parameters; every layer's size divides by the worlds used here, so nothing is padded.
 PARAMETERS = LAYERS * (WIDTH + 1) * WIDTH * 4
+# Large enough that the loss makes the peak, where no collective is in flight.
+ROWS = 128
 NAMES = ("data_replicate", "data_shard")
 
 
@@ -38,12 +40,12 @@ def shard(shape: tuple[int, ...], reshard: bool) -> tuple[nn.Sequential, Any]:
 
 def micro_batches(model: nn.Module, count: int, last: Callable[[bool], None]) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    batch = torch.ones(2, WIDTH)
+    batch = torch.ones(ROWS, WIDTH)
 
     def step() -> None:
         for index in range(count):
             last(index == count - 1)
-            model(batch).sum().backward()
+            model(batch).cos().square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -132,7 +134,8 @@ def test_live_bytes_of_gathered_parameters() -> None:
         assert sizes["PARAMETER"] == PARAMETERS // 2
         assert sizes["OPTIMIZER"] == PARAMETERS + 4 * 2 * LAYERS
         assert sizes["GATHERED_PARAMETER"] == PARAMETERS
-        assert sizes["GATHERED_GRADIENT"] >= PARAMETERS // LAYERS * 2
+        assert sizes["GATHERED_GRADIENT"] == PARAMETERS
+        assert sizes["OTHER"] >= LAYERS * ROWS * WIDTH * 4
 
 
 def test_live_bytes_of_sharded_parameters() -> None:
@@ -156,6 +159,10 @@ def test_fake_and_real_runs_agree() -> None:
     real = run_spmd(sharded_bytes, 2, False, True)[0]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        assert sharded_bytes(0, 2, False, True) == real
+        fake = sharded_bytes(0, 2, False, True)
     finally:
         dist.destroy_process_group()
+    # A backend's thread may free a buffer of one layer a moment late.
+    late = real.pop("COMMUNICATION", 0) - fake.pop("COMMUNICATION", 0)
+    assert 0 <= late <= 2 * PARAMETERS // LAYERS
+    assert fake == real
