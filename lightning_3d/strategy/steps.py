@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -115,6 +116,7 @@ class StepRunner:
 
     def before_optimizer_step(self) -> None:
         """Divides the gradients of a weighted window once, before hooks and clipping see them."""
+        self._engine.gradients_complete()
         factor = self._window.gradient_factor(self._group, self._module.device)
         if factor is not None:
             scale_gradients(self._trained(), factor)
@@ -145,13 +147,13 @@ class StepRunner:
         position = derive_seed(self._position, stage, *args[1:])
         if len(sizes) == 1:
             with context(), self._stream(position, 0, 1):
-                return self._engine.evaluate(step, *args)
+                return self._engine.visit(lambda: step(*args))
         outputs = []
         with self._collector.listening():
             for index, part in enumerate(self._split(args[0], sizes)):
                 self._collector.microbatch(sizes[index])
                 with context(), self._stream(position, index, len(sizes)):
-                    outputs.append(self._engine.evaluate(step, part, *args[1:]))
+                    outputs.append(self._engine.visit(partial(step, part, *args[1:])))
         self._collector.flush()
         return join_outputs(outputs, sizes=sizes, shares=shares(sizes))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from inspect import signature
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.parallel.data.plan import DataPlan
 from lightning_3d.parallel.data.zero import ZeroStage
@@ -40,12 +41,16 @@ class DataEngine(ABC):
         """Returns ``step(*args)``, a method of the module that calls it or its parts, with gradients to come."""
 
     @abstractmethod
-    def evaluate(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Returns ``step(*args)`` without gradients to come."""
+    def visit(self, call: Callable[[], Any]) -> Any:
+        """Returns ``call()``, a use of the module that is no training step; nothing stays gathered behind it."""
 
     @abstractmethod
     def before_microbatch(self, *, last: bool) -> None:
         """Called before the forward of a micro-batch; ``last`` before the optimizer step, so gradients must meet."""
+
+    def gradients_complete(self) -> None:
+        """Called when the gradients of an optimizer step have met, before anything reads them."""
+        return
 
     @abstractmethod
     def before_inner_backward(self, loss: Tensor) -> Tensor:
@@ -67,9 +72,9 @@ class PlainEngine(DataEngine):
         """Calls the step."""
         return step(*args)
 
-    def evaluate(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Calls the step."""
-        return step(*args)
+    def visit(self, call: Callable[[], Any]) -> Any:
+        """Makes the call."""
+        return call()
 
     def before_microbatch(self, *, last: bool) -> None:
         """Nothing to do."""
@@ -102,6 +107,7 @@ class DDPEngine(DataEngine):
         self._last = True
         self._trained: tuple[int, ...] = ()
         self._ddp: DistributedDataParallel | None = None
+        self._kept = _BucketViews()
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
         """Calls the step through DDP's forward."""
@@ -109,13 +115,21 @@ class DDPEngine(DataEngine):
         ddp.require_backward_grad_sync = self._last
         return ddp(step, *args)
 
-    def evaluate(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Calls the step; DDP has no part in it."""
-        return step(*args)
+    def visit(self, call: Callable[[], Any]) -> Any:
+        """Makes the call; DDP has no part in it."""
+        return call()
 
     def before_microbatch(self, *, last: bool) -> None:
-        """Has DDP reduce in the last backward only."""
+        """Has DDP reduce in the last backward only; until then gradients gather in its buckets."""
         self._last = last
+        if last:
+            self._kept.release()
+        else:
+            self._kept.hold()
+
+    def gradients_complete(self) -> None:
+        """Remembers DDP's buckets, which the gradients now lie in."""
+        self._kept.remember(self._module.parameters())
 
     def before_inner_backward(self, loss: Tensor) -> Tensor:
         """Not for DDP, whose reducer serves one backward for each forward; the plan chooses ``replicate`` then."""
@@ -132,6 +146,8 @@ class DDPEngine(DataEngine):
         trained = tuple(id(parameter) for parameter in self._module.parameters() if parameter.requires_grad)
         if self._ddp is None or trained != self._trained:
             self._trained = trained
+            self._kept.release()
+            self._kept = _BucketViews()
             self._ddp = DistributedDataParallel(
                 _StepCaller(self._module),
                 process_group=self._group,
@@ -146,14 +162,47 @@ class DDPEngine(DataEngine):
         return self._ddp
 
 
+class _BucketViews:
+    """Puts gradients that wait for the last micro-batch into DDP's buckets.
+
+    DDP moves a gradient into its bucket only when it reduces it. Gradients that were set to None would wait outside,
+    beside the empty buckets: a second whole copy.
+    """
+
+    def __init__(self) -> None:
+        self._views: dict[Tensor, Tensor] = {}
+        self._hooks: list[RemovableHandle] = []
+
+    def remember(self, parameters: Iterable[Tensor]) -> None:
+        """Takes gradients that have met for views of the buckets; for one that is none, only memory is lost."""
+        self._views |= {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+
+    def hold(self) -> None:
+        """From now on a new gradient is moved into its bucket as soon as it is there."""
+        if not self._hooks:
+            self._hooks = [parameter.register_post_accumulate_grad_hook(self._move) for parameter in self._views]
+
+    def release(self) -> None:
+        """DDP moves gradients itself again."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _move(self, parameter: Tensor) -> None:
+        view = self._views[parameter]
+        if parameter.grad is not None and parameter.grad is not view:
+            parameter.grad = view.copy_(parameter.grad)
+
+
 class _StepCaller(nn.Module):
     """The module that DDP sees: calls a step, and owns the real module's parameters under one more level."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        # Never used, so that DDP, told to expect unused parameters, does not warn each user who has none.
-        self.unused = nn.Parameter(torch.zeros(1, device=next(module.parameters()).device))
+        # Never used, so that DDP, told to expect unused parameters, does not warn each user who has none. Like the
+        # first parameter, so that it joins its bucket instead of being reduced alone.
+        first = next(module.parameters())
+        self.unused = nn.Parameter(torch.zeros(1, device=first.device, dtype=first.dtype))
 
     def forward(self, step: Callable[..., Any], *args: Any) -> Any:
         return step(*args)
@@ -173,6 +222,7 @@ class UnitEngine(DataEngine):
         self._stage = stage
         self._sharded = sharded
         self._last: bool | None = None
+        self._inside = False
         module = _as_module(root)
         self._units = [child for child in module.modules() if isinstance(child, FSDPModule)]
         # One door for every step: FSDP2 gathers the root and registers its hooks around this method.
@@ -181,11 +231,23 @@ class UnitEngine(DataEngine):
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
         """Calls the step through the root's door."""
-        return getattr(self._root, _DOOR)(step, *args)
+        self._inside = True
+        try:
+            return getattr(self._root, _DOOR)(step, *args)
+        finally:
+            self._inside = False
 
-    def evaluate(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Calls the step through the root's door; what it gathers stays until `rest`."""
-        return self.run(step, *args)
+    def visit(self, call: Callable[[], Any]) -> Any:
+        """Makes the call through the root's door, and lets go what it gathered: weights may change before the next.
+
+        Inside a step, where the root is gathered, it is a call like any other.
+        """
+        if self._inside:
+            return call()
+        try:
+            return self.run(call)
+        finally:
+            self.rest()
 
     def before_microbatch(self, *, last: bool) -> None:
         """Tells every unit what its next backward does."""
@@ -201,7 +263,7 @@ class UnitEngine(DataEngine):
 
     def before_inner_backward(self, loss: Tensor) -> Tensor:
         """Passes the loss through the door: its backward then ends with the reduction of every unit."""
-        passed: Tensor = self.run(_same, loss)
+        passed: Tensor = getattr(self._root, _DOOR)(_same, loss)
         return passed
 
     def after_inner_backward(self) -> None:
