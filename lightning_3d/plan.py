@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_3d.config.schema import StrategyConfig
-from lightning_3d.graph.blocks import Stack, find_stacks, outer_modules
+from lightning_3d.graph.blocks import Stack, containers, find_stacks, outer_modules
 from lightning_3d.graph.calls import around_calls, plain_calls
 from lightning_3d.graph.parameters import ParameterTable, parameter_table
 from lightning_3d.initial.broadcast import broadcast_module
@@ -101,21 +101,35 @@ def apply_plan(
     return engine
 
 
-def attach_streams(module: nn.Module, stacks: tuple[Stack, ...], streams: RandomStreams) -> None:
-    """Gives every block and outer module a random stream of its own, under the name that it has in the module."""
-    for name in (*(block for stack in stacks for block in stack.blocks), *outer_modules(module, stacks)):
-        around_calls(module.get_submodule(name), _in_stream(streams, name))
+def watch_calls(module: nn.Module, plan: Plan, engine: DataEngine, streams: RandomStreams | None) -> None:
+    """Makes calls of the module's parts work anywhere, and blocks and outer modules draw from streams of their own.
+
+    Inside a step the root's parameters are gathered. Outside, in a hook or a callback, the outermost call of any part
+    gathers them. Streams carry the name that a part has in the module.
+
+    Args:
+        module: A module to which ``plan`` was applied.
+        plan: Knows its stacks.
+        engine: Gathers what a call needs.
+        streams: None leaves randomness to torch's generator.
+    """
+    around_calls(module, engine.visit)
+    for name in containers(module, plan.stacks):
+        around_calls(module.get_submodule(name), engine.visit)
+    blocks = (block for stack in plan.stacks for block in stack.blocks)
+    for name in (*blocks, *outer_modules(module, plan.stacks)):
+        around_calls(module.get_submodule(name), engine.visit if streams is None else _drawing(engine, streams, name))
 
 
-def detach_streams(module: nn.Module) -> None:
-    """Takes the random streams away, so that calls outside a run draw from torch's generator again."""
+def unwatch_calls(module: nn.Module) -> None:
+    """Undoes `watch_calls`."""
     for child in module.modules():
         plain_calls(child)
 
 
-def _in_stream(streams: RandomStreams, name: str) -> Callable[[Callable[[], Any]], Any]:
+def _drawing(engine: DataEngine, streams: RandomStreams, name: str) -> Callable[[Callable[[], Any]], Any]:
     def handler(call: Callable[[], Any]) -> Any:
         with streams.stream(name):
-            return call()
+            return engine.visit(call)
 
     return handler

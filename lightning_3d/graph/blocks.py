@@ -47,6 +47,17 @@ def outer_modules(module: nn.Module, stacks: tuple[Stack, ...]) -> tuple[str, ..
     return tuple(found)
 
 
+def containers(module: nn.Module, stacks: tuple[Stack, ...]) -> tuple[str, ...]:
+    """Returns the sub-modules that hold blocks, without the module itself, outermost first."""
+    parents = {name for stack in stacks for name in _parents(stack.name)}
+    return tuple(name for name, _ in module.named_modules() if name in parents)
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+
+
 def _collect_stacks(module: nn.Module, name: str, found: list[Stack]) -> None:
     if name and _is_stack(module):
         blocks = tuple(f"{name}.{key}" for key, _ in module.named_children())

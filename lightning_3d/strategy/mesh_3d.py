@@ -23,7 +23,7 @@ from lightning_3d.config.schema import StrategyConfig
 from lightning_3d.errors import CheckpointError, ModuleError
 from lightning_3d.initial.record import InitRecorder
 from lightning_3d.initial.replay import InitTape
-from lightning_3d.plan import attach_streams, detach_streams
+from lightning_3d.plan import unwatch_calls, watch_calls
 from lightning_3d.strategy.ends import check_enough_samples
 from lightning_3d.strategy.evaluation import Evaluator
 from lightning_3d.strategy.life import AppliedModule, apply_module, check_optimizers, optimizer_parameters
@@ -153,8 +153,7 @@ class Mesh3DStrategy(MeshStrategy):
                 self._on_mesh.checkpoints.check_hyper_parameters(owner)
         applied = self._apply()
         run = self._on_mesh
-        if run.streams is not None:
-            attach_streams(applied.module, applied.plan.stacks, run.streams)
+        watch_calls(applied.module, applied.plan, applied.engine, run.streams)
         self._runner = StepRunner(
             applied.module,
             applied.engine,
@@ -215,7 +214,7 @@ class Mesh3DStrategy(MeshStrategy):
         assert self.accelerator is not None
         if self._applied is not None:
             self._applied.engine.rest()
-            detach_streams(self._applied.module)
+            unwatch_calls(self._applied.module)
         self.cluster_environment.teardown()
         self._precision.teardown()
         self.accelerator.teardown()
@@ -295,7 +294,6 @@ class Mesh3DStrategy(MeshStrategy):
     @override
     def on_validation_end(self) -> None:
         self._on_mesh.ends.end_evaluation()
-        self._module_on_mesh.engine.rest()
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_3d.graph.blocks import Stack
-from lightning_3d.graph.parameters import ParameterTable
+from lightning_3d.graph.parameters import ParameterInfo, ParameterTable
 
 Engine = Literal["none", "ddp", "replicate", "fully_shard"]
 
@@ -104,6 +104,15 @@ def shard_units(table: ParameterTable, stacks: tuple[Stack, ...], *, unit_blocks
         if merged[index] != merged[root]:
             units.setdefault(merged[index], []).extend(group)
     return tuple(ShardUnit(modules=tuple(modules)) for modules in units.values())
+
+
+def unit_parameters(table: ParameterTable, units: tuple[ShardUnit, ...]) -> tuple[tuple[ParameterInfo, ...], ...]:
+    """Returns the parameters of each unit, and last those of the root."""
+    home = {block: index for index, unit in enumerate(units) for block in unit.modules}
+    owned: list[list[ParameterInfo]] = [[] for _ in range(len(units) + 1)]
+    for row in table.rows:
+        owned[_home(row.name, home, len(units))].append(row)
+    return tuple(map(tuple, owned))
 
 
 def _home(name: str, home: dict[str, int], root: int) -> int:
