@@ -146,7 +146,7 @@ def test_live_bytes_of_sharded_parameters() -> None:
 
 def replicated_bytes(rank: int, world: int) -> dict[str, int]:
     model = DistributedDataParallel(chain(), gradient_as_bucket_view=True)
-    return measured(model, micro_batches(model, 1, lambda is_last: None))
+    return measured(model, micro_batches(model, 2, lambda is_last: None))
 
 
 def test_live_bytes_of_replicas() -> None:
