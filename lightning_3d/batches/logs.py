@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,16 +37,6 @@ class LogCollector:
         self._entries: dict[tuple[str, str], _Entry] = {}
         self._size = 0
 
-    @contextmanager
-    def listening(self) -> Iterator[LogCollector]:
-        """While open, ``module.log`` collects; ``log_dict`` does too, as it calls ``log``."""
-        # An instance attribute shadows the method and leaves the user's class alone.
-        self._module.__dict__["log"] = self._collect
-        try:
-            yield self
-        finally:
-            del self._module.__dict__["log"]
-
     def microbatch(self, size: int) -> None:
         """Says how many samples the micro-batch that runs next has."""
         self._size = size
@@ -63,7 +52,8 @@ class LogCollector:
             self._module.log(name, value, **options)
         self._entries.clear()
 
-    def _collect(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+    def collect(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Stands in for ``module.log`` while micro-batches run."""
         options.update(zip(_POSITIONAL, args, strict=False))
         hook = str(self._module._current_fx_name)
         entry = self._entries.setdefault((hook, name), _Entry({"name": name, **options}))

@@ -1,7 +1,8 @@
-"""Doing something around the calls of a module, without wrapping it and without its hooks.
+"""Doing something around the calls of a module and of its methods, without wrapping it and without its hooks.
 
 The class of the module is swapped for a subclass whose ``__call__`` hands over to a handler. Parameters, hooks and
-``forward`` stay as they are; the handler stands outside all hooks, those of FSDP2 included.
+``forward`` stay as they are; the handler stands outside all hooks, those of FSDP2 included. Other methods are shadowed
+by an attribute of the instance, which leaves the user's class alone.
 """
 
 from __future__ import annotations
@@ -31,6 +32,21 @@ def around_calls(module: nn.Module, handler: Handler) -> None:
 def plain_calls(module: nn.Module) -> None:
     """Takes the handler of ``module`` away; calls are what they were before."""
     module.__dict__.pop(_HANDLER, None)
+
+
+def shadow(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[[], None]:
+    """Has ``module.<name>`` be ``method``; returns what puts back the one before."""
+    attributes = module.__dict__
+    before = attributes.get(name)
+    attributes[name] = method
+
+    def put_back() -> None:
+        if before is None:
+            del attributes[name]
+        else:
+            attributes[name] = before
+
+    return put_back
 
 
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -12,6 +12,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_3d.graph.calls import shadow
+
 
 @contextmanager
 def quiet(module: LightningModule, *, keep_log: bool = False) -> Iterator[None]:
@@ -28,13 +30,12 @@ def quiet(module: LightningModule, *, keep_log: bool = False) -> Iterator[None]:
     metrics = [(child, _metric_state(child)) for child in module.modules() if isinstance(child, Metric)]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
     random_state = torch.get_rng_state()
-    if not keep_log:
-        module.__dict__["log"] = _silent
+    put_log_back = None if keep_log else shadow(module, "log", _silent)
     try:
         yield
     finally:
-        if not keep_log:
-            del module.__dict__["log"]
+        if put_log_back is not None:
+            put_log_back()
         torch.set_rng_state(random_state)
         with torch.no_grad():
             for buffer, before in buffers:

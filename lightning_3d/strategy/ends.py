@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_3d.errors import BatchError
+from lightning_3d.graph.calls import shadow
 from lightning_3d.graph.quiet import quiet
 from lightning_3d.log import get_logger
 from lightning_3d.strategy.collectives import DataCollectives
@@ -133,12 +134,12 @@ class LoaderEnds:
         """Context for running a batch again: it takes part in collectives, with weight 0, and leaves no trace."""
         before = self._collectives.weight
         self._collectives.weight = 0.0
-        module.__dict__["log"] = self._log_nothing
+        put_log_back = shadow(module, "log", self._log_nothing)
         try:
             with quiet(module, keep_log=True):
                 yield
         finally:
-            del module.__dict__["log"]
+            put_log_back()
             self._collectives.weight = before
 
     def _log_nothing(self, name: str, value: Any, *args: Any, **options: Any) -> None:

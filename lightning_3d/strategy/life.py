@@ -20,6 +20,7 @@ from lightning_3d.mesh.spec import MeshSpec
 from lightning_3d.parallel.data.apply import DataEngine
 from lightning_3d.plan import Plan, apply_plan, make_plan
 from lightning_3d.precision import Mesh3DPrecision
+from lightning_3d.strategy.doors import ModuleDoors
 from lightning_3d.strategy.run import RunOnMesh
 
 _WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
@@ -34,12 +35,14 @@ class AppliedModule:
         plan: The plan that was applied.
         engine: Runs its steps.
         share_buffers: Gives every data rank the running statistics of the first.
+        doors: Its methods that know the mesh, while a Trainer runs it.
     """
 
     module: LightningModule
     plan: Plan
     engine: DataEngine
     share_buffers: Callable[[], None]
+    doors: ModuleDoors
 
 
 def apply_module(
@@ -72,7 +75,7 @@ def apply_module(
     plan = make_plan(module, spec, config, needs_units=precision.shards_cast or inside)
     engine = apply_plan(module, plan, run.mesh, device=run.device, tape=tape, policy=precision.fsdp_policy())
     share = BufferBroadcast(module, run.data_group) if spec.data > 1 else _nothing
-    return AppliedModule(module, plan, engine, share)
+    return AppliedModule(module, plan, engine, share, ModuleDoors(module))
 
 
 def check_recorded(module: nn.Module, tape: InitTape | None) -> None:

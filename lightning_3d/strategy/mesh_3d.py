@@ -154,6 +154,7 @@ class Mesh3DStrategy(MeshStrategy):
         applied = self._apply()
         run = self._on_mesh
         watch_calls(applied.module, applied.plan, applied.engine, run.streams)
+        applied.doors.open()
         self._runner = StepRunner(
             applied.module,
             applied.engine,
@@ -215,6 +216,7 @@ class Mesh3DStrategy(MeshStrategy):
         if self._applied is not None:
             self._applied.engine.rest()
             unwatch_calls(self._applied.module)
+            self._applied.doors.close()
         self.cluster_environment.teardown()
         self._precision.teardown()
         self.accelerator.teardown()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightning_3d.batches.weights import WeightedWindow, loss_of, shares, weight
 from lightning_3d.config.schema import StrategyConfig
 from lightning_3d.errors import BatchError, ModuleError
 from lightning_3d.gradients import scale_gradients
+from lightning_3d.graph.calls import shadow
 from lightning_3d.parallel.data.apply import DataEngine
 from lightning_3d.precision import Mesh3DPrecision
 from lightning_3d.random.seeds import derive_seed
@@ -149,12 +150,11 @@ class StepRunner:
             with context(), self._stream(position, 0, 1):
                 return self._engine.visit(lambda: step(*args))
         outputs = []
-        with self._collector.listening():
+        with self._collecting():
             for index, part in enumerate(self._split(args[0], sizes)):
                 self._collector.microbatch(sizes[index])
                 with context(), self._stream(position, index, len(sizes)):
                     outputs.append(self._engine.visit(partial(step, part, *args[1:])))
-        self._collector.flush()
         return join_outputs(outputs, sizes=sizes, shares=shares(sizes))
 
     # ---- micro-batches ----
@@ -169,7 +169,7 @@ class StepRunner:
         before = self._set_gradients_aside(args)
         outputs, weights = [], []
         parts = [shares(sizes)[index] / self._accumulation for index in range(len(sizes))]
-        with self._collector.listening():
+        with self._collecting():
             for index, part in enumerate(self._split(args[0], sizes)):
                 self._engine.before_microbatch(last=not self.accumulating and index == len(sizes) - 1)
                 self._collector.microbatch(sizes[index])
@@ -179,11 +179,20 @@ class StepRunner:
                 weights.append(weight)
                 self._go_backward(output, parts[index] if weight is None else weight)
                 outputs.append(_detached(output))
-        self._collector.flush()
         self._gradients = [(parameter, parameter.grad) for parameter in self._trained()]
         self._put_back(before)
         weighted = shares(sizes if None in weights else [float(weight or 0) for weight in weights])
         return join_outputs(outputs, sizes=sizes, shares=weighted)
+
+    @contextmanager
+    def _collecting(self) -> Iterator[None]:
+        """Collects what the micro-batches log, ``log_dict`` included, and logs it once at the end."""
+        put_back = shadow(self._module, "log", self._collector.collect)
+        try:
+            yield
+        finally:
+            put_back()
+        self._collector.flush()
 
     def _train_one(self, args: Sequence[Any], index: int, count: int) -> Any:
         with self._precision.train_step_context(), self._stream(self._position, index, count):

@@ -223,6 +223,7 @@ class UnitEngine(DataEngine):
         self._sharded = sharded
         self._last: bool | None = None
         self._inside = False
+        self._left = False
         module = _as_module(root)
         self._units = [child for child in module.modules() if isinstance(child, FSDPModule)]
         # One door for every step: FSDP2 gathers the root and registers its hooks around this method.
@@ -231,7 +232,7 @@ class UnitEngine(DataEngine):
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
         """Calls the step through the root's door."""
-        self._inside = True
+        self._inside, self._left = True, False
         try:
             return getattr(self._root, _DOOR)(step, *args)
         finally:
@@ -243,6 +244,9 @@ class UnitEngine(DataEngine):
         Inside a step, where the root is gathered, it is a call like any other.
         """
         if self._inside:
+            if self._left:
+                self._left = False
+                self._root.unshard()
             return call()
         try:
             return self.run(call)
@@ -263,13 +267,15 @@ class UnitEngine(DataEngine):
 
     def before_inner_backward(self, loss: Tensor) -> Tensor:
         """Passes the loss through the door: its backward then ends with the reduction of every unit."""
-        passed: Tensor = getattr(self._root, _DOOR)(_same, loss)
+        # The loss is no argument: FSDP2 takes a gradient that reaches an argument for the end of the whole backward.
+        # It registers its hook on what leaves the door; a clone is a tensor of its own, not a view.
+        passed: Tensor = getattr(self._root, _DOOR)(loss.clone)
         return passed
 
     def after_inner_backward(self) -> None:
-        """Gathers the root again: the rest of the step may use it, with weights that may have changed."""
+        """Leaves the parameters at rest, where gradients show; the next call of a part gathers the root again."""
         self.rest()
-        self._root.unshard()
+        self._left = True
 
     def rest(self) -> None:
         """Lets the gathered parameters of every unit go."""
@@ -327,11 +333,6 @@ def _sharder(plan: DataPlan, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> 
 
 def _through(step: Callable[..., Any], *args: Any) -> Any:
     return step(*args)
-
-
-def _same(loss: Tensor) -> Tensor:
-    # FSDP2 registers its hook on what leaves the door; a clone is a tensor of its own, not a view.
-    return loss.clone()
 
 
 def _as_module(module: FSDPModule) -> nn.Module:

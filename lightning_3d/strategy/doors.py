@@ -1,0 +1,67 @@
+"""Methods of a LightningModule through which something enters or leaves the mesh while a Trainer runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_3d.graph.calls import shadow
+
+_TOGGLES = ("toggle_optimizer", "untoggle_optimizer")
+
+
+class ModuleDoors:
+    """Makes ``log`` and the toggles of optimizers mean on a mesh what they mean on one device.
+
+    Args:
+        module: The user's module, its parameters this rank's part of them.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+        self._opened: list[Callable[[], None]] = []
+        self._resting: list[tuple[nn.Module, str, nn.Parameter]] = []
+
+    def open(self) -> None:
+        """Opens the doors. Parameters must be at rest, no gathered one in a part's place."""
+        if self._opened:
+            return
+        self._resting = [
+            (part, name, parameter)
+            for part in self._module.modules()
+            for name, parameter in part._parameters.items()
+            if parameter is not None
+        ]
+        # Bound to the module, so that a copy of it has doors of its own.
+        self._opened.append(shadow(self._module, "log", MethodType(_log_whole, self._module)))
+        self._opened += [shadow(self._module, name, self._followed(name)) for name in _TOGGLES]
+
+    def close(self) -> None:
+        """The methods are the class's own again."""
+        while self._opened:
+            self._opened.pop()()
+
+    def _followed(self, name: str) -> Callable[[Any], None]:
+        def toggle(optimizer: Any) -> None:
+            getattr(type(self._module), name)(self._module, optimizer)
+            self._gathered_follow()
+
+        return toggle
+
+    def _gathered_follow(self) -> None:
+        """Optimizers hold this rank's parts; a whole parameter that is gathered now must train as its part does."""
+        for part, name, parameter in self._resting:
+            present = part._parameters[name]
+            if present is not None and present is not parameter:
+                present.requires_grad_(parameter.requires_grad)
+
+
+def _log_whole(self: LightningModule, name: str, value: Any, *args: Any, **options: Any) -> None:
+    """Logs a value that is computed from parts as one number: a part's would differ from rank to rank."""
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    type(self).log(self, name, whole, *args, **options)
