@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_OPERATIONS = {
+_OPERATIONS: Mapping[str, Any] = {
     "sum": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
 }
 # What a rank that does not count adds to a reduction.
-_NEUTRAL = {"sum": 0.0, "max": float("-inf"), "min": float("inf"), "product": 1.0}
+_NEUTRAL: Mapping[str, float] = {"sum": 0.0, "max": float("-inf"), "min": float("inf"), "product": 1.0}
 
 
 class DataCollectives:

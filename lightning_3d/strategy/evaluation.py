@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,7 +12,7 @@ from lightning_3d.precision import Mesh3DPrecision
 from lightning_3d.strategy.ends import LoaderEnds
 from lightning_3d.strategy.steps import StepRunner
 
-_STAGE_OF_RUN = {"predict": "predict", "test": "test"}
+_STAGE_OF_RUN: Mapping[str, str] = {"predict": "predict", "test": "test"}
 
 
 class Evaluator:

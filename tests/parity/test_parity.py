@@ -16,7 +16,7 @@ def prover() -> Prover:
 
 @pytest.mark.spmd
 @pytest.mark.parity
-@pytest.mark.parametrize("row", quick_rows(), ids=str)
+@pytest.mark.parametrize("row", list(quick_rows()), ids=str)
 def test_row_equals_one_device(row: Row, prover: Prover) -> None:
     result = prover.prove(row)
     assert result.equal, f"{result.difference}\nbounds: {result.bounds}"
