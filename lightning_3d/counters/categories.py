@@ -65,6 +65,8 @@ def _owned(
 
 def _fsdp_owned(module: FSDPModule) -> Iterator[tuple[Category, object]]:
     for group in module._get_fsdp_state()._fsdp_param_groups:
+        # Hybrid sharding: reduced over the shards, waiting for the replicas until the last micro-batch.
+        yield Category.GRADIENT, group._partial_reduce_output
         for parameter in group.fsdp_params:
             yield Category.PARAMETER, parameter._sharded_param_data
             yield Category.GRADIENT, parameter.sharded_param.grad

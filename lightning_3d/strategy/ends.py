@@ -196,12 +196,14 @@ class _AgreedLoader:
 
 
 def check_enough_samples(loader: object, ranks: int, stage: str) -> None:
-    """Refuses a dataset that is smaller than the data axis, since some ranks would have nothing to do.
+    """Refuses a dataset that is shared out to more data ranks than it has samples.
 
     Raises:
         BatchError: With both numbers.
     """
-    samples = sized_len(loader.dataset) if isinstance(loader, DataLoader) else None
+    if not isinstance(loader, DataLoader) or not isinstance(loader.sampler, DistributedSampler):
+        return
+    samples = sized_len(loader.dataset)
     if samples is not None and 0 < samples < ranks:
         raise BatchError(
             f"the {stage} dataset has {samples} samples for {ranks} data ranks.",

@@ -25,8 +25,7 @@ DATA = "data_parallel"
 KINDS = {
     "parameters": (Category.PARAMETER,),
     "gathered_parameters": (Category.GATHERED_PARAMETER,),
-    # Sums that wait for the other replicas are buffers of a collective.
-    "gradients": (Category.GRADIENT, Category.COMMUNICATION),
+    "gradients": (Category.GRADIENT,),
     "gathered_gradients": (Category.GATHERED_GRADIENT,),
     "optimizer": (Category.OPTIMIZER,),
 }
