@@ -23,6 +23,7 @@ from lightning_3d.config.schema import StrategyConfig
 from lightning_3d.errors import CheckpointError, ModuleError
 from lightning_3d.initial.record import InitRecorder
 from lightning_3d.initial.replay import InitTape
+from lightning_3d.mesh.topology import Topology
 from lightning_3d.plan import unwatch_calls, watch_calls
 from lightning_3d.strategy.ends import check_enough_samples
 from lightning_3d.strategy.evaluation import Evaluator
@@ -122,8 +123,9 @@ class Mesh3DStrategy(MeshStrategy):
         self._evaluator: Evaluator | None = None
 
     def explain(self) -> str:
-        """Returns the plan of the connected module as text; known once the Trainer has set it up."""
-        return str(self._module_on_mesh.plan)
+        """Returns the plan and the map of ranks to nodes as text; known once the Trainer has set the module up."""
+        topology = Topology(spec=self.mesh_spec, devices_per_node=self.num_processes)
+        return "\n".join([str(self._module_on_mesh.plan), "", str(topology), *topology.advice()])
 
     def full_state_dict(self) -> dict[str, Any]:
         """Returns the module's whole state on the CPU, on every rank. Every rank must call it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,8 @@ def run(arguments: Sequence[str]) -> int:
     Raises:
         Lightning3DError: The configuration is impossible; no process was started.
     """
+    # Lightning's own use of torch; nobody who trains can act on it, and every rank would print it.
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     with _importable_here():
         if "TORCHELASTIC_RUN_ID" in os.environ:
             # Ranks that exist already must learn from rank 0 what to do; torch is needed to ask it.
