@@ -22,6 +22,7 @@ from lightning_3d.mesh.device import data_axis_mesh, data_mesh
 from lightning_3d.mesh.spec import MeshSpec
 from lightning_3d.parallel.data.apply import DataEngine, apply_data
 from lightning_3d.parallel.data.plan import DataPlan, plan_data
+from lightning_3d.parallel.data.scalars import move_scalars
 from lightning_3d.random.streams import RandomStreams
 
 
@@ -95,6 +96,8 @@ def apply_plan(
         broadcast_module(module, axis.get_group())
     if tape is None and plan.data.engine != "fully_shard":
         module.to(device)
+    elif tape is None:
+        move_scalars(module, device)
     engine = apply_data(module, plan.data, data_mesh(mesh) if plan.data.zero_stage else axis, policy=policy)
     if tape is not None:
         materialise(module, tape, device=device, parameters_on=torch.device("cpu") if plan.data.cpu_offload else None)

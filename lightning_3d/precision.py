@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
+from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_3d.errors import ConfigError, nearest
@@ -147,6 +148,16 @@ class Mesh3DPrecision(Precision):
         return super().pre_backward(self.scaled(tensor), module)
 
     @override
+    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        with _WholeNumbers():
+            return super().post_backward(tensor, module)
+
+    @override
+    def _after_closure(self, model: LightningModule, optimizer: Optimizable) -> None:
+        with _WholeNumbers():
+            super()._after_closure(model, optimizer)
+
+    @override
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizable, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
@@ -189,6 +200,19 @@ class Mesh3DPrecision(Precision):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self.scaler is not None and state_dict:
             self.scaler.load_state_dict(state_dict)
+
+
+class _WholeNumbers(TorchFunctionMode):
+    """Around hooks that look at gradients: a number made from parts, such as a norm, is that of the whole.
+
+    Torch would leave it pending in a DTensor, which cannot be logged or put in a plain tensor. Every rank must make it.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result.full_tensor() if isinstance(result, DTensor) and result.dim() == 0 else result
 
 
 class MeshGradScaler(ShardedGradScaler):

@@ -65,10 +65,9 @@ class DataCollectives:
         group = self._counted(group)
         if group.size() == 1:
             return tensor
-        from torch.distributed.nn.functional import all_gather
-
         with torch.set_grad_enabled(with_gradients and torch.is_grad_enabled()):
-            return torch.stack(all_gather(tensor.contiguous(), group))
+            gathered: Tensor = _Gather.apply(tensor, group, self._device)  # type: ignore[no-untyped-call]
+            return gathered
 
     def agree(self, decision: bool, *, all_ranks: bool) -> bool:
         """Returns whether all ranks of the world, or any of them, decided True."""
@@ -111,6 +110,24 @@ class DataCollectives:
 
     def _counted(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         return self.data if group is None or group is self._world else group
+
+
+class _Gather(torch.autograd.Function):
+    """Stacks the tensors of a group; in backward each rank's tensor gets the gradients that all ranks have for it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+        ctx.group, ctx.device = group, device
+        mine = tensor.detach().to(device).contiguous()
+        gathered = mine.new_empty((group.size(), *mine.shape))
+        dist.all_gather(list(gathered.unbind()), mine, group=group)
+        return gathered.to(tensor.device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        total = gradients[0].to(ctx.device, copy=True).contiguous()
+        dist.all_reduce(total, group=ctx.group)
+        return total[ctx.group.rank()].to(gradients[0].device), None, None
 
 
 def _wide(dtype: torch.dtype, *, mean: bool) -> torch.dtype:

@@ -23,7 +23,7 @@ from lightning_3d.config.schema import StrategyConfig
 from lightning_3d.errors import BatchError, ModuleError
 from lightning_3d.gradients import scale_gradients
 from lightning_3d.graph.calls import shadow
-from lightning_3d.parallel.data.apply import DataEngine
+from lightning_3d.parallel.data.apply import DataEngine, explained
 from lightning_3d.precision import Mesh3DPrecision
 from lightning_3d.random.seeds import derive_seed
 from lightning_3d.random.streams import RandomStreams
@@ -78,6 +78,7 @@ class StepRunner:
 
     # ---- training ----
 
+    @explained()
     def training_step(self, *args: Any) -> Any:
         """Returns the output of the user's ``training_step`` for a whole batch; its gradients come with `backward`."""
         self._loss_factor, self._gradients = None, None
@@ -99,6 +100,7 @@ class StepRunner:
             self._loss_factor = None if weight is None else weight * self._accumulation
         return output
 
+    @explained()
     def backward(self, loss: Tensor, plain: Callable[[Tensor], Tensor]) -> Tensor:
         """Runs or completes the backward of the last step.
 
@@ -135,6 +137,7 @@ class StepRunner:
 
     # ---- evaluation ----
 
+    @explained()
     def evaluation_step(self, stage: str, context: Callable[[], AbstractContextManager[Any]], *args: Any) -> Any:
         """Returns the output of ``{stage}_step`` for a whole batch.
 

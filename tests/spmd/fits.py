@@ -63,7 +63,7 @@ def trainer(world: int, *callbacks: Callback, strategy: Any = None, **options: A
     """A quiet Trainer on ``world`` processes; ``strategy`` is one, or arguments of ours."""
     if strategy is None or isinstance(strategy, dict):
         strategy = Mesh3DStrategy(**(strategy or {}))
-    return L.Trainer(**QUIET, devices=world, strategy=strategy, callbacks=list(callbacks), **options)
+    return L.Trainer(**(QUIET | options), devices=world, strategy=strategy, callbacks=list(callbacks))
 
 
 def loader(batches: Any) -> DataLoader[Any]:

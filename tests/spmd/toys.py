@@ -234,3 +234,50 @@ class ClipsItself(Plain):
         self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         self.log("norm", norm)
         optimizer.step()
+
+
+class SometimesRegularised(Plain):
+    """Adds a penalty on its blocks before it calls them, but not in every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.index = batch_idx
+        return super().training_step(batch, batch_idx)
+
+    def loss(self, batch: Any) -> Tensor:
+        blocks = self.model.blocks.parameters() if self.index % 2 else ()
+        penalty = sum(parameter.square().sum() for parameter in blocks)
+        return super().loss(batch) + 0.01 * penalty
+
+
+class Temperature(Plain):
+    """Scalars among its parameters, in a block and beside them; one of them is not always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(0.3))
+        self.seldom = nn.Parameter(torch.tensor(1.0))
+        for block in self.model.blocks:
+            block.norm = Gain()
+        self.index = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.index = batch_idx
+        return super().training_step(batch, batch_idx)
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, targets = batch
+        logits = self.model(inputs) * self.temperature.exp()
+        return F.cross_entropy(logits * self.seldom if self.index == 2 else logits, targets)
+
+
+class Gain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * self.gain

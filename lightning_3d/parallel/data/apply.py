@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from inspect import signature
 from types import MappingProxyType
 from typing import Any
@@ -22,10 +23,14 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from lightning_3d.errors import ModuleError
 from lightning_3d.parallel.data.plan import DataPlan
+from lightning_3d.parallel.data.scalars import ScalarGradients, scalar_parameters
 from lightning_3d.parallel.data.zero import ZeroStage
 
 _DOOR = "_mesh_3d_door"
+# What torch says when a parameter that is cut meets a plain tensor.
+_MIXED = "mixed torch.Tensor and DTensor"
 # Running statistics are shared by the strategy, once per optimizer step; torch renamed DDP's own switch.
 _DDP_ARGUMENTS = signature(DistributedDataParallel.__init__).parameters
 _BUFFERS_STAY: Mapping[str, Any] = MappingProxyType(
@@ -215,12 +220,14 @@ class UnitEngine(DataEngine):
         root: The module whose units were sharded, itself the last of them.
         stage: When units gather and reduce.
         sharded: Whether there are shards (``fully_shard``) or whole copies (``replicate``).
+        scalars: Averages the gradients of what no unit manages.
     """
 
-    def __init__(self, root: FSDPModule, stage: ZeroStage, *, sharded: bool) -> None:
+    def __init__(self, root: FSDPModule, stage: ZeroStage, *, sharded: bool, scalars: ScalarGradients) -> None:
         self._root = root
         self._stage = stage
         self._sharded = sharded
+        self._scalars = scalars
         self._last: bool | None = None
         self._inside = False
         self._left = False
@@ -265,6 +272,10 @@ class UnitEngine(DataEngine):
                 unit.set_requires_all_reduce(settings.all_reduce, recurse=False)
                 unit.set_reshard_after_backward(settings.reshard, recurse=False)
 
+    def gradients_complete(self) -> None:
+        """Averages what no unit manages."""
+        self._scalars.average()
+
     def before_inner_backward(self, loss: Tensor) -> Tensor:
         """Passes the loss through the door: its backward then ends with the reduction of every unit."""
         # The loss is no argument: FSDP2 takes a gradient that reaches an argument for the end of the whole backward.
@@ -303,20 +314,28 @@ def apply_data(
     assert mesh is not None, "every other engine reduces over a data axis"
     if plan.engine == "ddp":
         return DDPEngine(module, mesh)
-    shard = _sharder(plan, mesh, policy or MixedPrecisionPolicy())
+    scalars = scalar_parameters(module)
+    shard = _sharder(plan, mesh, policy or MixedPrecisionPolicy(), whole=set(scalars))
     for unit in plan.units:
         blocks = [module.get_submodule(name) for name in unit.modules]
         shard(blocks if len(blocks) > 1 else blocks[0], ZeroStage(stage=plan.zero_stage).reshard_blocks_after_forward)
     root = shard(module, False)
-    return UnitEngine(root, ZeroStage(stage=plan.zero_stage), sharded=plan.engine == "fully_shard")
+    return UnitEngine(
+        root,
+        ZeroStage(stage=plan.zero_stage),
+        sharded=plan.engine == "fully_shard",
+        scalars=ScalarGradients(scalars, mesh),
+    )
 
 
-def _sharder(plan: DataPlan, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> Callable[[Any, bool], FSDPModule]:
+def _sharder(
+    plan: DataPlan, mesh: DeviceMesh, policy: MixedPrecisionPolicy, *, whole: set[nn.Parameter]
+) -> Callable[[Any, bool], FSDPModule]:
     if plan.engine == "replicate":
         from torch.distributed._composable.replicate_with_fsdp import replicate
 
         def copy(module: Any, reshard_after_forward: bool) -> FSDPModule:
-            copied: FSDPModule = replicate(module, mesh=mesh, mp_policy=policy)
+            copied: FSDPModule = replicate(module, mesh=mesh, mp_policy=policy, ignored_params=whole)
             return copied
 
         return copy
@@ -324,11 +343,35 @@ def _sharder(plan: DataPlan, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> 
 
     def cut(module: Any, reshard_after_forward: bool) -> FSDPModule:
         cut_module: FSDPModule = fully_shard(
-            module, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy, offload_policy=offload
+            module,
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=policy,
+            offload_policy=offload,
+            ignored_params=whole,
         )
         return cut_module
 
     return cut
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Tells a user whose step met a parameter while it was cut what happened.
+
+    Raises:
+        ModuleError: In place of torch's error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if _MIXED not in str(error):
+            raise
+        raise ModuleError(
+            "the step uses a parameter outside the block that owns it, while that block is not gathered.",
+            valid="at zero_stage 1 and 2: after the block's forward; at 3: inside its forward; at 0: anywhere",
+            fix="for a penalty on all weights the optimizer's weight_decay; else move the use, or zero_stage=0",
+        ) from error
 
 
 def _through(step: Callable[..., Any], *args: Any) -> Any:

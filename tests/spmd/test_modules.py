@@ -1,0 +1,91 @@
+"""Habits of real modules: at every ZeRO stage they must train as on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import BaseFinetuning
+from torch.optim import Optimizer
+
+from lightning_3d.errors import ModuleError
+from tests.spmd.fits import Fit, assert_equal_to_one_device, fit
+from tests.spmd.pool import run_spmd
+from tests.spmd.toys import (
+    Adapted,
+    Caller,
+    Frozen,
+    Heads,
+    Owner,
+    Plain,
+    Regularised,
+    RegularisedFirst,
+    Temperature,
+    Tied,
+    Twice,
+    classified,
+)
+
+pytestmark = pytest.mark.spmd
+
+# Windows of two batches and a short one; with two micro-batches each.
+BATCHES = classified(5, 8)
+TRAINER = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+
+
+def at_every_stage(make: Any, *stages: int, **trainer: Any) -> list[Fit]:
+    return [
+        Fit(
+            make=make, batches=BATCHES, trainer=TRAINER | trainer, strategy={"zero_stage": stage, "num_microbatches": 2}
+        )
+        for stage in stages or range(4)
+    ]
+
+
+@pytest.mark.parametrize("makes", [(Twice, Owner, Tied), (Caller, Heads), (Frozen, Adapted), (Temperature,)], ids=str)
+def test_equals_one_device_at_every_stage(makes: tuple[Any, ...]) -> None:
+    assert_equal_to_one_device(2, *(case for make in makes for case in at_every_stage(make)))
+
+
+class Unfreeze(BaseFinetuning):
+    """Blocks 0 and 1 begin to train with the second epoch."""
+
+    def freeze_before_training(self, pl_module: LightningModule) -> None:
+        self.freeze(pl_module.model.blocks[:2])
+
+    def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.model.blocks[:2], optimizer, lr=1e-3)
+
+
+class Trainable(Plain):
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+
+
+def test_a_callback_unfreezes_between_epochs() -> None:
+    records = assert_equal_to_one_device(
+        2, *at_every_stage(Trainable, max_epochs=2, callbacks=[Unfreeze], accumulate_grad_batches=1)
+    )
+    for record in records:
+        trained = [len(gradients) for gradients in record.gradients]
+        assert trained == 5 * [10] + 5 * [18]
+
+
+def test_penalty_on_all_parameters_is_exact_while_they_are_gathered() -> None:
+    assert_equal_to_one_device(2, *at_every_stage(Regularised, 0, 1, 2), *at_every_stage(RegularisedFirst, 0))
+
+
+@pytest.mark.parametrize(
+    ("make", "stage"),
+    [(Regularised, 3), (RegularisedFirst, 1), (RegularisedFirst, 2)],
+)
+def test_parameters_read_outside_their_block_are_a_clear_error(make: Any, stage: int) -> None:
+    run_spmd(refused, 2, at_every_stage(make, stage))
+
+
+def refused(rank: int, world: int, cases: list[Fit]) -> None:
+    with pytest.raises(ModuleError, match="outside the block that owns it"):
+        fit(rank, world, *cases)
