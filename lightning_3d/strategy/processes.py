@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _init_dist_connection
+from lightning.fabric.utilities.distributed import _destroy_dist_connection, _init_dist_connection
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins import Precision
@@ -145,6 +146,9 @@ class MeshStrategy(ParallelStrategy):
         reset_seed()
         self.set_world_ranks()
         assert self.cluster_environment is not None
+        if not dist.is_initialized():
+            # A group that is still there when the interpreter ends may abort the process instead of ending it.
+            atexit.register(_destroy_dist_connection)
         _init_dist_connection(
             self.cluster_environment,
             self.process_group_backend,
