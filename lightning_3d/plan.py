@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_3d.config.schema import StrategyConfig
-from lightning_3d.graph.blocks import Stack, containers, find_stacks, outer_modules
+from lightning_3d.graph.blocks import Stack, containers, find_stacks, modules_with_statistics, outer_modules
 from lightning_3d.graph.calls import around_calls, plain_calls
 from lightning_3d.graph.parameters import ParameterTable, parameter_table
 from lightning_3d.initial.broadcast import broadcast_module
@@ -48,14 +48,17 @@ class Plan:
         return "\n".join(f"{title:<10} {row}" for title, row in rows.items())
 
 
-def make_plan(module: nn.Module, mesh: MeshSpec, config: StrategyConfig, *, needs_units: bool) -> Plan:
+def make_plan(
+    module: nn.Module, mesh: MeshSpec, config: StrategyConfig, *, casts: bool = False, backward_inside: bool = False
+) -> Plan:
     """Returns the plan for an untouched module.
 
     Args:
         module: The whole module, real or on the meta device.
         mesh: Degrees of the axes.
         config: The strategy's options.
-        needs_units: See `plan_data`.
+        casts: Parameters are cast as they gather.
+        backward_inside: Steps run backward themselves (manual optimization).
     """
     parameters = parameter_table(module)
     stacks = find_stacks(module)
@@ -66,7 +69,8 @@ def make_plan(module: nn.Module, mesh: MeshSpec, config: StrategyConfig, *, need
         data_size=mesh.data,
         unit_blocks=config.unit_blocks,
         cpu_offload=config.cpu_offload,
-        needs_units=needs_units,
+        needs_units=casts or backward_inside,
+        full_precision=modules_with_statistics(module) if casts else (),
     )
     return Plan(mesh=mesh, parameters=parameters, stacks=stacks, data=data)
 

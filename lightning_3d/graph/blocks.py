@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torchmetrics import Metric
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
@@ -45,6 +46,15 @@ def outer_modules(module: nn.Module, stacks: tuple[Stack, ...]) -> tuple[str, ..
     found: list[str] = []
     _collect_outer(module, "", blocks, found)
     return tuple(found)
+
+
+def modules_with_statistics(module: nn.Module) -> tuple[str, ...]:
+    """Returns the normalisations that keep running statistics, which have to compute in the statistics' precision."""
+    return tuple(name for name, child in module.named_modules() if isinstance(child, _NormBase) and _has_both(child))
+
+
+def _has_both(normalisation: _NormBase) -> bool:
+    return normalisation.track_running_stats and normalisation.affine
 
 
 def containers(module: nn.Module, stacks: tuple[Stack, ...]) -> tuple[str, ...]:

@@ -72,7 +72,7 @@ def apply_module(
     precision.convert_module(module)
     # Manual optimization runs backward inside the step, which only an engine of units can follow.
     inside = not module.automatic_optimization and spec.data > 1
-    plan = make_plan(module, spec, config, needs_units=precision.shards_cast or inside)
+    plan = make_plan(module, spec, config, casts=precision.shards_cast, backward_inside=inside)
     engine = apply_plan(module, plan, run.mesh, device=run.device, tape=tape, policy=precision.fsdp_policy())
     share = BufferBroadcast(module, run.data_group) if spec.data > 1 else _nothing
     return AppliedModule(module, plan, engine, share, ModuleDoors(module))

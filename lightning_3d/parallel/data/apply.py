@@ -315,33 +315,35 @@ def apply_data(
     if plan.engine == "ddp":
         return DDPEngine(module, mesh)
     scalars = scalar_parameters(module)
-    shard = _sharder(plan, mesh, policy or MixedPrecisionPolicy(), whole=set(scalars))
+    stage, cast = ZeroStage(stage=plan.zero_stage), policy or MixedPrecisionPolicy()
+    shard = _sharder(plan, mesh, whole=set(scalars))
     for unit in plan.units:
-        blocks = [module.get_submodule(name) for name in unit.modules]
-        shard(blocks if len(blocks) > 1 else blocks[0], ZeroStage(stage=plan.zero_stage).reshard_blocks_after_forward)
-    root = shard(module, False)
+        parts = [module.get_submodule(name) for name in unit.modules]
+        own = MixedPrecisionPolicy(cast_forward_inputs=False) if unit.keeps_precision else cast
+        shard(parts if len(parts) > 1 else parts[0], stage.reshard_blocks_after_forward, own)
+    root = shard(module, False, cast)
     return UnitEngine(
         root,
-        ZeroStage(stage=plan.zero_stage),
+        stage,
         sharded=plan.engine == "fully_shard",
         scalars=ScalarGradients(scalars, mesh),
     )
 
 
 def _sharder(
-    plan: DataPlan, mesh: DeviceMesh, policy: MixedPrecisionPolicy, *, whole: set[nn.Parameter]
-) -> Callable[[Any, bool], FSDPModule]:
+    plan: DataPlan, mesh: DeviceMesh, *, whole: set[nn.Parameter]
+) -> Callable[[Any, bool, MixedPrecisionPolicy], FSDPModule]:
     if plan.engine == "replicate":
         from torch.distributed._composable.replicate_with_fsdp import replicate
 
-        def copy(module: Any, reshard_after_forward: bool) -> FSDPModule:
+        def copy(module: Any, reshard_after_forward: bool, policy: MixedPrecisionPolicy) -> FSDPModule:
             copied: FSDPModule = replicate(module, mesh=mesh, mp_policy=policy, ignored_params=whole)
             return copied
 
         return copy
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if plan.cpu_offload else OffloadPolicy()
 
-    def cut(module: Any, reshard_after_forward: bool) -> FSDPModule:
+    def cut(module: Any, reshard_after_forward: bool, policy: MixedPrecisionPolicy) -> FSDPModule:
         cut_module: FSDPModule = fully_shard(
             module,
             mesh=mesh,

@@ -102,7 +102,9 @@ def data_sizes(
     policy = policy or MixedPrecisionPolicy()
     sharded = plan.engine == "fully_shard"
     shards = mesh.data_shard if sharded else 1
-    *blocks, root = (_unit_size(unit, shards, policy) for unit in unit_parameters(table, plan.units))
+    own = [MixedPrecisionPolicy() if unit.keeps_precision else policy for unit in plan.units]
+    rows_of = unit_parameters(table, plan.units)
+    *blocks, root = (_unit_size(rows, shards, cast) for rows, cast in zip(rows_of, [*own, policy], strict=True))
     trained = [row for row in table.rows if row.requires_grad]
     ddp = plan.engine == "ddp"
     return DataSizes(

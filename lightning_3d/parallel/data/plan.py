@@ -13,13 +13,15 @@ Engine = Literal["none", "ddp", "replicate", "fully_shard"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardUnit:
-    """Blocks that gather and reduce together.
+    """Modules that gather and reduce together.
 
     Attributes:
-        modules: Names of the blocks.
+        modules: Their names.
+        keeps_precision: They compute in the precision of their parameters, whatever the others are cast to.
     """
 
     modules: tuple[str, ...]
+    keeps_precision: bool = False
 
     def __str__(self) -> str:
         return " + ".join(self.modules)
@@ -32,7 +34,7 @@ class DataPlan:
     Attributes:
         engine: "none" (one rank), torch's "ddp" or "replicate" (stage 0), or "fully_shard" (stages 1 to 3).
         zero_stage: 0 to 3.
-        units: The units below the root; what they leave is the root unit.
+        units: The units below the root, inner ones first; what they leave is the root unit.
         cpu_offload: Shards and optimizer state live in host memory.
     """
 
@@ -55,6 +57,7 @@ def plan_data(
     unit_blocks: int = 1,
     cpu_offload: bool = False,
     needs_units: bool = False,
+    full_precision: tuple[str, ...] = (),
 ) -> DataPlan:
     """Returns the plan of the data axis.
 
@@ -67,6 +70,7 @@ def plan_data(
         cpu_offload: Keep shards in host memory.
         needs_units: The run needs an engine that works unit by unit even where a plainer one would do: a precision
             that casts parameters as they gather, or a backward inside the step (manual optimization).
+        full_precision: Modules that are not cast with the others.
     """
     engine: Engine
     if zero_stage == 0 and needs_units:
@@ -80,7 +84,8 @@ def plan_data(
     if engine in ("none", "ddp"):
         return DataPlan(engine=engine, zero_stage=zero_stage)
     units = shard_units(table, stacks, unit_blocks=unit_blocks)
-    return DataPlan(engine=engine, zero_stage=zero_stage, units=units, cpu_offload=cpu_offload)
+    inner = _inside(full_precision, units)
+    return DataPlan(engine=engine, zero_stage=zero_stage, units=(*inner, *units), cpu_offload=cpu_offload)
 
 
 def shard_units(table: ParameterTable, stacks: tuple[Stack, ...], *, unit_blocks: int) -> tuple[ShardUnit, ...]:
@@ -106,6 +111,15 @@ def shard_units(table: ParameterTable, stacks: tuple[Stack, ...], *, unit_blocks
     return tuple(ShardUnit(modules=tuple(modules)) for modules in units.values())
 
 
+def _inside(names: tuple[str, ...], units: tuple[ShardUnit, ...]) -> tuple[ShardUnit, ...]:
+    """Modules that keep their precision, those of one unit together."""
+    home = {block: index for index, unit in enumerate(units) for block in unit.modules}
+    groups: dict[int, list[str]] = {}
+    for name in names:
+        groups.setdefault(_home(f"{name}.weight", home, len(units)), []).append(name)
+    return tuple(ShardUnit(modules=tuple(group), keeps_precision=True) for group in groups.values())
+
+
 def unit_parameters(table: ParameterTable, units: tuple[ShardUnit, ...]) -> tuple[tuple[ParameterInfo, ...], ...]:
     """Returns the parameters of each unit, and last those of the root."""
     home = {block: index for index, unit in enumerate(units) for block in unit.modules}
@@ -116,7 +130,7 @@ def unit_parameters(table: ParameterTable, units: tuple[ShardUnit, ...]) -> tupl
 
 
 def _home(name: str, home: dict[str, int], root: int) -> int:
-    """The group of the block that a parameter lies in, or the root."""
+    """The innermost group that a parameter lies in, or the root."""
     parts = name.split(".")
-    prefixes = (".".join(parts[:length]) for length in range(1, len(parts)))
+    prefixes = (".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1))
     return next((home[prefix] for prefix in prefixes if prefix in home), root)
