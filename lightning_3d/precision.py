@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.types import Optimizable
+from lightning.fabric.utilities.types import Optimizable, Steppable
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
@@ -153,7 +153,7 @@ class Mesh3DPrecision(Precision):
             return super().post_backward(tensor, module)
 
     @override
-    def _after_closure(self, model: LightningModule, optimizer: Optimizable) -> None:
+    def _after_closure(self, model: LightningModule, optimizer: Steppable) -> None:
         with _WholeNumbers():
             super()._after_closure(model, optimizer)
 

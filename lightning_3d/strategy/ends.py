@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.data import _update_dataloader
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_3d.batches.logs import log_options, reduction_name
 from lightning_3d.errors import BatchError
 from lightning_3d.graph.calls import shadow
 from lightning_3d.graph.quiet import quiet
@@ -31,6 +32,8 @@ from lightning_3d.strategy.collectives import DataCollectives
 
 _logger = get_logger(__name__)
 _NO_BATCH = object()
+# Runs a batch of an evaluation again, unseen: the batch, and its index with, for several loaders, theirs.
+Repeat = Callable[[Any, tuple[int, ...]], None]
 
 
 class LoaderEnds:
@@ -46,7 +49,6 @@ class LoaderEnds:
         self._error = uneven == "error"
         self._own: list[float] = []
         self._missing: list[int] = []
-        self._done = 0
 
     @property
     def _alone(self) -> bool:
@@ -54,7 +56,7 @@ class LoaderEnds:
 
     # ---- loaders ----
 
-    def process(self, loader: object, trainer: Trainer, repeat: Callable[[Any, int], None]) -> object:
+    def process(self, loader: object, trainer: Trainer, repeat: Repeat) -> object:
         """Returns the loader to use in place of the user's.
 
         Args:
@@ -69,26 +71,46 @@ class LoaderEnds:
             return loader
         length = sized_len(loader)
         if not trainer.training:
-            return _AgreedLoader(loader, self, repeat) if length is None else _without_repeats(loader, trainer)
+            if length is None:
+                return _AgreedLoader(loader, self, trainer, repeat)
+            loader = _without_repeats(loader, trainer)
+            self._extremes(sized_len(loader) or 0)
+            return loader
         if length is None:
-            return _AgreedLoader(loader, self, None)
+            return _AgreedLoader(loader, self, trainer, None)
         return self._of_equal_length(loader, length)
 
-    def has_batch(self, here: bool, *, training: bool) -> bool:
+    def has_batch(self, here: bool, *, training: bool, first: bool) -> bool:
         """Returns whether the data ranks go on together: all must have a batch in training, one in evaluation.
 
+        Args:
+            here: Whether this rank has one.
+            training: For which of the two.
+            first: Nothing was taken from the loader yet.
+
         Raises:
-            BatchError: Training ends unevenly and ``uneven="error"``.
+            BatchError: Training ends unevenly and ``uneven="error"``, or some ranks have nothing from the start.
         """
         ranks = self._collectives.data.size()
         count = self._collectives.total(int(here))
-        if not training or count in (0, ranks):
+        if count in (0, ranks):
             return count > 0
-        self._report(f"{ranks - count} of {ranks} data ranks have no batch left.")
-        return False
+        if first:
+            raise _nothing_on_some(ranks - count, ranks)
+        if training:
+            self._report(f"{ranks - count} of {ranks} data ranks have no batch left.")
+        return not training
+
+    def _extremes(self, length: int) -> tuple[int, int]:
+        """The lengths of the shortest and the longest loader of the data ranks."""
+        shortest, longest = self._collectives.smallest([length])[0], self._collectives.largest([length])[0]
+        if shortest == 0 < longest:
+            ranks = self._collectives.data.size()
+            raise _nothing_on_some(self._collectives.total(int(length == 0)), ranks)
+        return shortest, longest
 
     def _of_equal_length(self, loader: object, length: int) -> object:
-        shortest, longest = self._collectives.smallest([length])[0], self._collectives.largest([length])[0]
+        shortest, longest = self._extremes(length)
         if shortest == longest:
             return loader
         self._report(f"training loaders have {shortest} to {longest} batches on the data ranks.")
@@ -103,18 +125,27 @@ class LoaderEnds:
     # ---- evaluation ----
 
     def begin_evaluation(self, trainer: Trainer) -> None:
-        """Agrees on how many batches each data rank misses in each loader of the evaluation that begins."""
+        """Agrees on how many batches each data rank misses in each loader of the evaluation that begins.
+
+        Raises:
+            BatchError: Loaders of unknown length stand beside others that end unevenly.
+        """
         if self._alone:
             return
         loop: Any = trainer._active_loop
-        limits = loop.max_batches
-        self._done = 0
-        self._own = list(limits) if isinstance(limits, Sequence) else [limits]
+        self._own = _batches_by_loader(loop)
         known = [0 if own == float("inf") else int(own) for own in self._own]
         most = self._collectives.largest(known)
         fewest = self._collectives.smallest(known)
         self._missing = [longest - own for longest, own in zip(most, known, strict=True)]
-        if most != fewest:
+        streams = any(isinstance(each, _AgreedLoader) for each in loop._combined_loader.flattened)
+        if streams and most != fewest:
+            raise BatchError(
+                f"loaders have {fewest} to {most} batches on the data ranks, and another one does not know its length.",
+                valid="as many batches on every data rank beside a loader of unknown length",
+                fix="a __len__ for each loader, or evaluation in two calls",
+            )
+        if streams or most != fewest:
             self._collectives.weight = 1.0
 
     def end_evaluation(self) -> None:
@@ -122,12 +153,11 @@ class LoaderEnds:
         self._missing = []
         self._collectives.weight = None
 
-    def repeats_after_step(self) -> int:
-        """Counts one step, and returns how often its batch must run again, unseen, while other ranks have more."""
-        self._done += 1
-        # Loaders follow one another, so the end of each is a number of steps.
-        ends = itertools.accumulate(self._own)
-        return sum(missing for end, missing in zip(ends, self._missing, strict=False) if end == self._done)
+    def repeats_after(self, batch_idx: int, dataloader_idx: int = 0) -> int:
+        """Returns how often a batch must run again, unseen, while other ranks have more."""
+        if not self._missing or batch_idx + 1 != self._own[dataloader_idx]:
+            return 0
+        return self._missing[dataloader_idx]
 
     @contextmanager
     def unseen(self, module: LightningModule) -> Iterator[None]:
@@ -144,9 +174,14 @@ class LoaderEnds:
 
     def _log_nothing(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Takes part in the reduction of a value that is synchronised at every step; logs nothing."""
-        if options.get("sync_dist") and options.get("on_step") and isinstance(value, (int, float, Tensor)):
-            tensor = torch.as_tensor(value, dtype=torch.get_default_dtype())
-            self._collectives.reduce(tensor, options.get("sync_dist_group"), options.get("reduce_fx", "mean"))
+        given = log_options(args, options)
+        if given.get("sync_dist") and given.get("on_step") and isinstance(value, (int, float, Tensor)):
+            tensor = torch.as_tensor(value)
+            if tensor.dtype not in (torch.float32, torch.float64):
+                # What Lightning reduces on the other ranks.
+                tensor = tensor.to(torch.get_default_dtype())
+            operation = reduction_name(given.get("reduce_fx", "mean"))
+            self._collectives.reduce(tensor.squeeze(), given.get("sync_dist_group"), operation)
 
 
 class _ShortLoader:
@@ -169,30 +204,60 @@ class _ShortLoader:
 class _AgreedLoader:
     """A loader of unknown length whose data ranks ask each other before every batch."""
 
-    def __init__(self, loader: Any, ends: LoaderEnds, repeat: Callable[[Any, int], None] | None) -> None:
+    def __init__(self, loader: Any, ends: LoaderEnds, trainer: Trainer, repeat: Repeat | None) -> None:
         self._loader = loader
         self._ends = ends
+        self._trainer = trainer
         self._repeat = repeat
 
     def __iter__(self) -> Iterator[Any]:
-        last: Any = _NO_BATCH
+        last: Any = None
         iterator = iter(self._loader)
+        number, limit = self._place()
         for index in itertools.count():
+            # Nobody asks for more than the limit, so a rank that ended before must not either.
+            if index >= limit:
+                return
             batch = next(iterator, _NO_BATCH)
             here = batch is not _NO_BATCH
-            if not self._ends.has_batch(here, training=self._repeat is None):
+            if not self._ends.has_batch(here, training=self._repeat is None, first=index == 0):
                 return
             if here:
                 last = batch
                 yield batch
-            elif last is _NO_BATCH:
-                raise BatchError("this data rank has no batch at all, other ranks have some.", valid="1 batch or more")
             else:
                 assert self._repeat is not None
-                self._repeat(last, index)
+                self._repeat(last, (index, *number))
+
+    def _place(self) -> tuple[tuple[int, ...], float]:
+        """The number of this loader, if it is one of several in evaluation, and how many batches of it are used."""
+        if self._repeat is None:
+            return (), float("inf")
+        loop: Any = self._trainer._active_loop
+        combined = loop._combined_loader
+        number = next(index for index, each in enumerate(combined.flattened) if each is self)
+        several = combined._mode == "sequential" and len(combined.flattened) > 1
+        limit = float("inf") if combined.limits is None else combined.limits[number]
+        return (number,) if several else (), limit
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
+
+
+def _nothing_on_some(count: int, ranks: int) -> BatchError:
+    return BatchError(
+        f"{count} of {ranks} data ranks have no batch at all, the others have some.",
+        valid="1 batch or more on every data rank",
+        fix="share the data out in other parts, or use fewer devices",
+    )
+
+
+def _batches_by_loader(loop: Any) -> list[float]:
+    """How many batches this rank runs of each loader; of all together where one batch holds something of each."""
+    limits = loop.max_batches
+    each = list(limits) if isinstance(limits, Sequence) else [limits]
+    together = {"min_size": min, "max_size": max, "max_size_cycle": max}.get(loop._combined_loader._mode)
+    return each if together is None else [together(each)]
 
 
 def check_enough_samples(loader: object, ranks: int, stage: str) -> None:

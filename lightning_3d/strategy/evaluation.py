@@ -41,18 +41,22 @@ class Evaluator:
             args: Batch, batch index and, with several loaders, their index.
         """
         output = self._steps.evaluation_step(stage, self._context(stage), *args)
-        for _ in range(self._ends.repeats_after_step()):
+        for _ in range(self._ends.repeats_after(*args[1:])):
             self._unseen(stage, args)
         return output
 
-    def repeat(self, batch: Any, batch_idx: int, to_device: Callable[[Any], Any]) -> None:
-        """Runs a batch unseen that came straight from a loader of unknown length."""
-        trainer = self._module.trainer
-        stage = _STAGE_OF_RUN.get(str(trainer.state.stage), "validation")
-        loop: Any = trainer._active_loop
-        several = getattr(loop, "num_dataloaders", 1) > 1
-        batch = to_device(self._precision.convert_input(batch))
-        self._unseen(stage, (batch, batch_idx, 0) if several else (batch, batch_idx))
+    def repeat(self, batch: Any, position: tuple[int, ...], to_device: Callable[[Any], Any]) -> None:
+        """Runs a batch unseen that came straight from a loader of unknown length.
+
+        Args:
+            batch: As the loader gave it.
+            position: Batch index and, with several loaders, their index.
+            to_device: Moves it.
+        """
+        running = self._module.trainer.state.stage
+        assert running is not None, "loaders are read while a loop runs"
+        stage = _STAGE_OF_RUN.get(running.value, "validation")
+        self._unseen(stage, (to_device(self._precision.convert_input(batch)), *position))
 
     def _unseen(self, stage: str, args: tuple[Any, ...]) -> None:
         with self._ends.unseen(self._module):

@@ -308,9 +308,10 @@ class Mesh3DStrategy(MeshStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        check_enough_samples(dataloader, self.data_size, str(trainer.state.stage))
+        assert trainer.state.stage is not None
+        check_enough_samples(dataloader, self.data_size, trainer.state.stage.value)
         return self._on_mesh.ends.process(
-            dataloader, trainer, lambda batch, index: self._evaluation.repeat(batch, index, self.batch_to_device)
+            dataloader, trainer, lambda batch, at: self._evaluation.repeat(batch, at, self.batch_to_device)
         )
 
     # ---- checkpoints ----

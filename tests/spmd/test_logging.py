@@ -13,12 +13,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_3d import Mesh3DPrecision, Mesh3DStrategy
-from tests.spmd.fits import loader, normal, share, trainer
+from tests.spmd.fits import loader, share, trainer
 from tests.spmd.pool import run_spmd
 from tests.spmd.toys import CLASSES, WIDTH, Plain, classified
 
