@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lightning_3d.checkpoint.agreement import together
@@ -311,9 +312,14 @@ def _misfit(
     found = [f"{len(names)} {kind} ({_shown(sorted(names))})" for kind, names in kinds.items() if names]
     strict_fix = "load the checkpoint of this model, or let it load in part: LightningModule.strict_loading = False"
     return CheckpointError(
-        f"the checkpoint does not fit {type(module).__name__}: {', '.join(found) or error}",
+        f"the checkpoint does not fit {_own_name(module)}: {', '.join(found) or error}",
         fix="build the model with the sizes it was saved with" if shapes else strict_fix,
     )
+
+
+def _own_name(module: nn.Module) -> str:
+    """The class's name as the user wrote it: FSDP2 puts its own in front."""
+    return next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def _shown(names: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, InstantiationException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
@@ -111,10 +111,19 @@ def _readable(error: Exception) -> ConfigError:
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     if isinstance(error, MissingConfigException) and error.options is not None:
         return _no_such_file(str(error.missing_cfg_file), error.options)
+    if isinstance(error, InstantiationException) and error.__cause__ is not None:
+        return _not_built(error, error.__cause__)
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and isinstance(cause.parent_node, DictConfig):
         return _no_such_key(str(cause.full_key), cause.parent_node)
     facts = [str(part).strip() for part in dict.fromkeys((error, cause)) if str(part).strip()]
     return ConfigError("\n".join(facts))
+
+
+def _not_built(error: InstantiationException, cause: BaseException) -> ConfigError:
+    """What a class of the user's (or of ours) said when it was made from its part of the configuration."""
+    _, _, key = str(error).rpartition("full_key: ")
+    kind = "" if isinstance(cause, ValueError | OSError) else f"{type(cause).__name__}: "
+    return ConfigError(f"{key.strip() or 'an object'} cannot be made: {kind}{cause}")
 
 
 def _no_such_file(file: str, options: Sequence[str]) -> ConfigError:

@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
 
-from lightning_3d.config.compose import compose_run, packaged_recipes
+from lightning_3d.config.compose import compose_run, packaged_recipes, readable_errors
 from lightning_3d.errors import ConfigError
 
 
@@ -65,3 +67,18 @@ def test_the_command_line_answers_without_torch() -> None:
     code = f"import sys; sys.argv = ['lightning-3d']; {imports}; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("target", "given", "told"),
+    [
+        ("builtins.open", {"file": "nothere.txt"}, "No such file or directory: 'nothere.txt'"),
+        ("builtins.int", {"unknown": 1}, "TypeError: "),
+    ],
+)
+def test_what_a_users_class_says_is_told_with_its_key(target: str, given: dict[str, object], told: str) -> None:
+    cfg = OmegaConf.create({"data": {"_target_": target, **given}})
+    with pytest.raises(ConfigError) as caught, readable_errors():
+        instantiate(cfg.data)
+    assert caught.value.fact.startswith("data cannot be made: ")
+    assert told in caught.value.fact
