@@ -27,7 +27,13 @@ from lightning_3d.mesh.topology import Topology
 from lightning_3d.plan import unwatch_calls, watch_calls
 from lightning_3d.strategy.ends import check_enough_samples
 from lightning_3d.strategy.evaluation import Evaluator
-from lightning_3d.strategy.life import AppliedModule, apply_module, check_optimizers, optimizer_parameters
+from lightning_3d.strategy.life import (
+    AppliedModule,
+    apply_module,
+    check_optimizers,
+    check_untouched,
+    optimizer_parameters,
+)
 from lightning_3d.strategy.processes import MeshStrategy
 from lightning_3d.strategy.run import evaluate_without_inference_mode
 from lightning_3d.strategy.steps import StepRunner
@@ -143,6 +149,7 @@ class Mesh3DStrategy(MeshStrategy):
             yield
         assert self.lightning_module is not None
         if any(parameter.is_meta for parameter in self.lightning_module.parameters()):
+            check_untouched(self.lightning_module)
             self._tape = recorder.tape(self.lightning_module)
 
     @override
