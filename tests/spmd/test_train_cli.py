@@ -1,16 +1,19 @@
 """The command line in real processes: launched by itself, by torchrun, by a user's program, and in sweeps."""
 
 import shutil
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.spmd.programs import records, run_python
+from tests.spmd.programs import Finished, records, run_python
 
 pytestmark = [pytest.mark.spmd, pytest.mark.slow, pytest.mark.timeout(240)]
 
 _TRAIN = ("-m", "lightning_3d", "train", "--config-dir", "conf")
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+_NODE = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1")
 
 
 @pytest.fixture
@@ -81,6 +84,31 @@ def test_ranks_of_torchrun_agree_on_jobs_and_directories(project: Path) -> None:
         assert [rank["world"] for rank in ranks] == [2, 2]
         assert ranks[0]["loss"] == ranks[1]["loss"]
         assert _files(jobs / number) == {*_WRITTEN_ONCE, "rank0.json", "rank1.json"}
+
+
+def test_two_nodes_train_and_resume_from_working_directories_of_their_own(project: Path, tmp_path: Path) -> None:
+    nodes = [project, shutil.copytree(project, tmp_path / "another node")]
+
+    def run(*overrides: str) -> list[Finished]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        launch = (*_NODE, "--master-port", str(port))
+        world = ("recipe=tiny", "trainer.devices=1", "trainer.num_nodes=2", *overrides)
+        with ThreadPoolExecutor(2) as both:
+            started = [
+                both.submit(run_python, node, *launch, "--node-rank", str(rank), *_TRAIN, *world)
+                for rank, node in enumerate(nodes)
+            ]
+            return [node.result() for node in started]
+
+    first = run("hydra.run.dir=logs/one")
+    second = run("hydra.run.dir=logs/two", "ckpt_path=logs/one/checkpoints/last.ckpt", "trainer.max_steps=6")
+    assert [node.code for node in (*first, *second)] == [0] * 4, "\n".join(n.output for n in (*first, *second))
+    ranks = records(project / "logs/two")
+    assert [(rank["world"], rank["step"]) for rank in ranks] == [(2, 6)] * 2
+    assert [rank["directory"] for rank in ranks] == [str(node) for node in nodes]
+    assert ranks[0]["loss"] == ranks[1]["loss"]
 
 
 def test_a_program_without_hydra_is_started_again_as_it_was(project: Path) -> None:
