@@ -69,13 +69,24 @@ def _cut(value: Any, total: int, start: int, stop: int) -> Any:
 
 
 def _is_samples(value: Sequence[Any], total: int) -> bool:
-    """Whether a list holds one entry per sample, rather than a few tensors that each hold all samples.
+    """Whether a list holds one entry per sample, rather than a few entries that each hold all samples.
 
-    Both have as many entries as samples when a pair (input, target) meets a batch of two; then the tensors decide.
+    Both have as many entries as samples when a pair (input, target) meets a batch of two. It is the pair if each entry
+    holds as many samples, or if one does and the entries are of different kinds.
     """
     if len(value) != total or hasattr(value, "_fields"):
         return False
-    return not all(isinstance(item, Tensor) and item.dim() > 0 and item.size(0) == total for item in value)
+    holding = [_holds_samples(item, total) for item in value]
+    of_one_kind = len({type(item) for item in value}) == 1
+    return not (all(holding) or (any(holding) and not of_one_kind))
+
+
+def _holds_samples(value: Any, total: int) -> bool:
+    if isinstance(value, Tensor):
+        return value.dim() > 0 and value.size(0) == total
+    if isinstance(value, Mapping):
+        return any(_holds_samples(item, total) for item in value.values())
+    return isinstance(value, (list, tuple)) and len(value) == total
 
 
 def _rebuilt_mapping(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:

@@ -22,6 +22,7 @@ from tests.spmd.toys import (
     Plain,
     Regularised,
     RegularisedFirst,
+    SometimesRegularised,
     Temperature,
     Tied,
     Twice,
@@ -80,7 +81,7 @@ def test_penalty_on_all_parameters_is_exact_while_they_are_gathered() -> None:
 
 @pytest.mark.parametrize(
     ("make", "stage"),
-    [(Regularised, 3), (RegularisedFirst, 1), (RegularisedFirst, 2)],
+    [(Regularised, 3), (RegularisedFirst, 1), (SometimesRegularised, 1), (SometimesRegularised, 2)],
 )
 def test_parameters_read_outside_their_block_are_a_clear_error(make: Any, stage: int) -> None:
     run_spmd(refused, 2, at_every_stage(make, stage))

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.errors import ModuleError
+from lightning_3d.parallel.data.kept import KeptBlocks
 from lightning_3d.parallel.data.plan import DataPlan
 from lightning_3d.parallel.data.scalars import ScalarGradients, scalar_parameters
 from lightning_3d.parallel.data.zero import ZeroStage
@@ -231,6 +232,7 @@ class UnitEngine(DataEngine):
         self._last: bool | None = None
         self._inside = False
         self._left = False
+        self._kept: KeptBlocks | None = None
         module = _as_module(root)
         self._units = [child for child in module.modules() if isinstance(child, FSDPModule)]
         # One door for every step: FSDP2 gathers the root and registers its hooks around this method.
@@ -239,6 +241,7 @@ class UnitEngine(DataEngine):
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
         """Calls the step through the root's door."""
+        self._hide_kept_blocks()
         self._inside, self._left = True, False
         try:
             return getattr(self._root, _DOOR)(step, *args)
@@ -275,6 +278,13 @@ class UnitEngine(DataEngine):
     def gradients_complete(self) -> None:
         """Averages what no unit manages."""
         self._scalars.average()
+
+    def _hide_kept_blocks(self) -> None:
+        if self._kept is not None:
+            self._kept.hide()
+        elif self._sharded and not self._stage.reshard_blocks_after_forward:
+            self.rest()
+            self._kept = KeptBlocks([_as_module(unit) for unit in self._units if unit is not self._root])
 
     def before_inner_backward(self, loss: Tensor) -> Tensor:
         """Passes the loss through the door: its backward then ends with the reduction of every unit."""

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_3d.gradients import clip_by_norm, clip_by_value, local_gradients, scale_gradients, total_norm
+
+
+def parameters() -> list[Tensor]:
+    made = [
+        nn.Parameter(torch.zeros(3)),
+        nn.Parameter(torch.zeros(2, 2, dtype=torch.float64)),
+        nn.Parameter(torch.ones(1)),
+    ]
+    made[0].grad = torch.tensor([3.0, 0.0, -4.0])
+    made[1].grad = torch.full((2, 2), 6.0, dtype=torch.float64)
+    return made
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
+def test_norm_is_that_of_one_vector(norm_type: float) -> None:
+    flat = torch.cat([gradient.double().flatten() for gradient in local_gradients(parameters())])
+    assert float(total_norm(parameters(), group=None, norm_type=norm_type)) == pytest.approx(
+        float(flat.norm(norm_type))
+    )
+
+
+def test_parameters_without_gradients_count_nothing() -> None:
+    assert len(local_gradients(parameters())) == 2
+    assert float(total_norm([nn.Parameter(torch.ones(2))], group=None)) == 0
+    assert float(clip_by_norm([nn.Parameter(torch.ones(2))], 1.0, group=None)) == 0
+
+
+@pytest.mark.parametrize("limit", [1.0, 100.0])
+def test_clipping_by_norm_is_torchs(limit: float) -> None:
+    ours, theirs = parameters(), parameters()
+    assert float(clip_by_norm(ours, limit, group=None)) == float(nn.utils.clip_grad_norm_(theirs, limit))
+    for mine, other in zip(local_gradients(ours), local_gradients(theirs), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_clipping_by_value_and_scaling() -> None:
+    clipped, scaled = parameters(), parameters()
+    clip_by_value(clipped, 3.5)
+    assert [gradient.tolist() for gradient in local_gradients(clipped)] == [[3.0, 0.0, -3.5], [[3.5, 3.5], [3.5, 3.5]]]
+    scale_gradients(scaled, torch.tensor(0.5, dtype=torch.float64))
+    first, second = local_gradients(scaled)
+    assert (first.tolist(), first.dtype, second[0, 0].item()) == ([1.5, 0.0, -2.0], torch.float32, 3.0)
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_norm_of_parts(mesh: DeviceMesh, norm_type: float) -> None:
+    cut = nn.Parameter(DTensor.from_local(torch.zeros(4), mesh, [Shard(0)]))
+    cut.grad = DTensor.from_local(torch.tensor([1.0, -2.0, 0.0, 2.0]), mesh, [Shard(0)])
+    whole = nn.Parameter(torch.zeros(1))
+    whole.grad = torch.tensor([4.0])
+    expected = 5.0 if norm_type == 2.0 else 4.0
+    norm = total_norm([cut, whole], group=dist.group.WORLD, norm_type=norm_type)
+    assert float(norm) == expected
+    assert not isinstance(norm, DTensor)
