@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning
+from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_3d import Mesh3DPrecision
 from lightning_3d.errors import ModuleError
-from tests.spmd.fits import Fit, assert_equal_to_one_device, fit
+from tests.parity.measure import whole
+from tests.spmd.fits import Fit, assert_equal_to_one_device, fit, loader, share, trainer
 from tests.spmd.pool import run_spmd
 from tests.spmd.toys import (
     Adapted,
@@ -77,6 +81,33 @@ def test_a_callback_unfreezes_between_epochs() -> None:
 
 def test_penalty_on_all_parameters_is_exact_while_they_are_gathered() -> None:
     assert_equal_to_one_device(2, *at_every_stage(Regularised, 0, 1, 2), *at_every_stage(RegularisedFirst, 0))
+
+
+def resumed(rank: int, world: int, path: Path) -> list[dict[str, Tensor]]:
+    """Parameters after two epochs in one run, and after a checkpoint between them."""
+    batches = [share(batch, rank, world) for batch in BATCHES]
+    found = []
+    for epochs, resume in ((2, None), (1, None), (2, path)):
+        run = trainer(
+            world,
+            strategy={"zero_stage": 2},
+            plugins=Mesh3DPrecision("64-true"),
+            max_epochs=epochs,
+            use_distributed_sampler=False,
+        )
+        torch.manual_seed(0)
+        module = Temperature()
+        run.fit(module, loader(batches), ckpt_path=resume)
+        if epochs == 1:
+            run.save_checkpoint(path)
+        else:
+            found.append(whole(dict(module.named_parameters())))
+    return found
+
+
+def test_scalars_are_saved_and_resumed(tmp_path: Path) -> None:
+    for once, again in run_spmd(resumed, 2, tmp_path / "between"):
+        assert all(torch.equal(once[name], again[name]) for name in once)
 
 
 @pytest.mark.parametrize(
