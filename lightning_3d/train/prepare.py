@@ -23,7 +23,9 @@ SINGLE_STRATEGY = "lightning.pytorch.strategies.SingleDeviceStrategy"
 Schema = TypeVar("Schema", RunConfig, BatchConfig)
 
 # Lightning's own words for a checkpoint that it finds itself.
-_FOUND_BY_LIGHTNING = ("best", "last", "hpc", "registry")
+_FOUND_BY_LIGHTNING = ("best", "hpc", "registry")
+# Ours: the newest of all runs of the task. Lightning would look in the directory of the run that just begins.
+_LAST = "last"
 
 
 def prepare(cfg: DictConfig) -> RunConfig:
@@ -40,7 +42,8 @@ def prepare(cfg: DictConfig) -> RunConfig:
         Lightning3DError: An option, a degree, a batch size, a path or a ``_target_`` is impossible.
     """
     run = typed(cfg, RunConfig)
-    run.ckpt_path = cfg.ckpt_path = _found_checkpoint(run.ckpt_path)
+    runs = Path(OmegaConf.select(cfg, "paths.log_dir", default="logs")) / run.task_name
+    run.ckpt_path = cfg.ckpt_path = _newest(runs) if run.ckpt_path == _LAST else _found_checkpoint(run.ckpt_path)
     options = None
     if cfg.strategy.get("_target_") == MESH_STRATEGY:
         options = StrategyConfig.from_mapping(_options(cfg.strategy))
@@ -108,8 +111,19 @@ def _found_checkpoint(path: str | None) -> str | None:
         return str(Path(path).absolute())
     raise CheckpointError(
         f"ckpt_path={path} does not exist, seen from {Path.cwd()}",
-        valid=f"the path of a checkpoint, or one of {', '.join(_FOUND_BY_LIGHTNING)}",
+        valid=f"the path of a checkpoint, or one of {', '.join((_LAST, *_FOUND_BY_LIGHTNING))}",
     )
+
+
+def _newest(runs: Path) -> str:
+    """The last checkpoint of the task's run that saved last."""
+    found = sorted(runs.rglob("checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise CheckpointError(
+            f"ckpt_path=last finds no checkpoints/last.ckpt below {runs.absolute()}",
+            fix="ckpt_path=PATH, or the task_name and paths.log_dir of the run to resume",
+        )
+    return str(found[-1].absolute())
 
 
 def _world(cfg: DictConfig) -> int:

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,17 @@ def test_the_impossible_is_refused(overrides: list[str], error: type[Lightning3D
     with pytest.raises(error) as caught:
         prepare(cfg)
     assert text in str(caught.value)
+
+
+def test_last_is_the_newest_checkpoint_of_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="finds no checkpoints"):
+        prepare(_composed("ckpt_path=last"))
+    for age, run in enumerate(("train/runs/new", "train/runs/old", "other/runs/newest")):
+        checkpoint = tmp_path / "logs" / run / "checkpoints" / "last.ckpt"
+        checkpoint.mkdir(parents=True)
+        os.utime(checkpoint, (1000 - age, 1000 - age if "newest" not in run else 2000))
+    assert prepare(_composed("ckpt_path=last")).ckpt_path == str(tmp_path / "logs/train/runs/new/checkpoints/last.ckpt")
 
 
 def test_a_checkpoint_is_found_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
