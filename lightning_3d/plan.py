@@ -20,7 +20,8 @@ from lightning_3d.initial.materialise import materialise
 from lightning_3d.initial.replay import InitTape
 from lightning_3d.mesh.device import data_axis_mesh, data_mesh
 from lightning_3d.mesh.spec import MeshSpec
-from lightning_3d.parallel.data.apply import DataEngine, apply_data
+from lightning_3d.parallel.data.apply import apply_data
+from lightning_3d.parallel.data.engine import DataEngine
 from lightning_3d.parallel.data.plan import DataPlan, plan_data
 from lightning_3d.parallel.data.scalars import move_scalars
 from lightning_3d.random.streams import RandomStreams

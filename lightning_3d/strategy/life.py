@@ -17,7 +17,7 @@ from lightning_3d.errors import ModuleError
 from lightning_3d.initial.broadcast import BufferBroadcast
 from lightning_3d.initial.replay import InitTape
 from lightning_3d.mesh.spec import MeshSpec
-from lightning_3d.parallel.data.apply import DataEngine
+from lightning_3d.parallel.data.engine import DataEngine
 from lightning_3d.plan import Plan, apply_plan, make_plan
 from lightning_3d.precision import Mesh3DPrecision
 from lightning_3d.strategy.doors import ModuleDoors

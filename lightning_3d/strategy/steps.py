@@ -23,7 +23,7 @@ from lightning_3d.config.schema import StrategyConfig
 from lightning_3d.errors import BatchError, ModuleError
 from lightning_3d.gradients import scale_gradients
 from lightning_3d.graph.calls import shadow
-from lightning_3d.parallel.data.apply import DataEngine, explained
+from lightning_3d.parallel.data.engine import DataEngine, explained
 from lightning_3d.precision import Mesh3DPrecision
 from lightning_3d.random.seeds import derive_seed
 from lightning_3d.random.streams import RandomStreams

@@ -1,0 +1,115 @@
+"""ZeRO 1 to 3 by FSDP2's ``fully_shard``, and ZeRO 0 by its ``replicate``: unit by unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+
+from lightning_3d.parallel.data.engine import DataEngine
+from lightning_3d.parallel.data.kept import KeptBlocks
+from lightning_3d.parallel.data.scalars import ScalarGradients
+from lightning_3d.parallel.data.zero import ZeroStage
+
+_DOOR = "_mesh_3d_door"
+
+
+class UnitEngine(DataEngine):
+    """ZeRO 1 to 3 by ``fully_shard``, or ZeRO 0 by ``replicate``, both of FSDP2.
+
+    Args:
+        root: The module whose units were sharded, itself the last of them.
+        stage: When units gather and reduce.
+        sharded: Whether there are shards (``fully_shard``) or whole copies (``replicate``).
+        scalars: Averages the gradients of what no unit manages.
+    """
+
+    def __init__(self, root: FSDPModule, stage: ZeroStage, *, sharded: bool, scalars: ScalarGradients) -> None:
+        self._root = root
+        self._stage = stage
+        self._sharded = sharded
+        self._scalars = scalars
+        self._last: bool | None = None
+        self._inside = False
+        self._left = False
+        self._kept: KeptBlocks | None = None
+        module = _as_module(root)
+        self._units = [child for child in module.modules() if isinstance(child, FSDPModule)]
+        # One door for every step: FSDP2 gathers the root and registers its hooks around this method.
+        module.__dict__[_DOOR] = _through
+        register_fsdp_forward_method(module, _DOOR)
+
+    def run(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Calls the step through the root's door."""
+        self._hide_kept_blocks()
+        self._inside, self._left = True, False
+        try:
+            return getattr(self._root, _DOOR)(step, *args)
+        finally:
+            self._inside = False
+
+    def visit(self, call: Callable[[], Any]) -> Any:
+        """Makes the call through the root's door, and lets go what it gathered: weights may change before the next.
+
+        Inside a step, where the root is gathered, it is a call like any other.
+        """
+        if self._inside:
+            if self._left:
+                self._left = False
+                self._root.unshard()
+            return call()
+        try:
+            return self.run(call)
+        finally:
+            self.rest()
+
+    def before_microbatch(self, *, last: bool) -> None:
+        """Tells every unit what its next backward does."""
+        if last == self._last:
+            return
+        self._last = last
+        for unit in self._units:
+            settings = self._stage.root(last=last) if unit is self._root else self._stage.blocks(last=last)
+            unit.set_requires_gradient_sync(settings.reduce_scatter, recurse=False)
+            if self._sharded:
+                unit.set_requires_all_reduce(settings.all_reduce, recurse=False)
+                unit.set_reshard_after_backward(settings.reshard, recurse=False)
+
+    def gradients_complete(self) -> None:
+        """Averages what no unit manages."""
+        self._scalars.average()
+
+    def _hide_kept_blocks(self) -> None:
+        if self._kept is not None:
+            self._kept.hide()
+        elif self._sharded and not self._stage.reshard_blocks_after_forward:
+            self.rest()
+            self._kept = KeptBlocks([_as_module(unit) for unit in self._units if unit is not self._root])
+
+    def before_inner_backward(self, loss: Tensor) -> Tensor:
+        """Passes the loss through the door: its backward then ends with the reduction of every unit."""
+        # The loss is no argument: FSDP2 takes a gradient that reaches an argument for the end of the whole backward.
+        # It registers its hook on what leaves the door; a clone is a tensor of its own, not a view.
+        passed: Tensor = getattr(self._root, _DOOR)(loss.clone)
+        return passed
+
+    def after_inner_backward(self) -> None:
+        """Leaves the parameters at rest, where gradients show; the next call of a part gathers the root again."""
+        self.rest()
+        self._left = True
+
+    def rest(self) -> None:
+        """Lets the gathered parameters of every unit go."""
+        for unit in self._units:
+            unit.reshard()
+
+
+def _through(step: Callable[..., Any], *args: Any) -> Any:
+    return step(*args)
+
+
+def _as_module(module: FSDPModule) -> nn.Module:
+    assert isinstance(module, nn.Module)
+    return module
