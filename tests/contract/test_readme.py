@@ -44,7 +44,10 @@ TRAINING = {command: overrides for command in COMMANDS if (overrides := _overrid
 
 
 @pytest.mark.parametrize("command", TRAINING)
-def test_overrides_make_a_run(command: str) -> None:
+def test_overrides_make_a_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Where the reader has trained the demo before.
+    (tmp_path / "logs/demo/runs/first/checkpoints/last.ckpt").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
     first_of_each = [override.split(",")[0] for override in TRAINING[command]]
     # The folder of a job is Hydra's to give, and there is no job here.
     prepare(compose_run([*first_of_each, "paths.output_dir=here"]))

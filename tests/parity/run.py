@@ -73,8 +73,8 @@ def page(results: list[Result], command: str, seconds: float) -> str:
         "was on wherever a model has it. In 64-true the bounds are 1e-12 (loss, norm), 1e-11 (gradients) and 1e-10",
         "(parameters); in reduced precision, 3 times the distance between one process in that precision and in fp32.",
         "",
-        "A tensor whose largest value is below a millionth of the largest of its kind is rounding of a true zero (a bias",
-        "before batch normalisation, a key's bias); it is compared on the scale of the largest.",
+        "A tensor whose largest value is below a millionth of the largest of its kind is rounding of a true zero (a",
+        "bias before batch normalisation, a key's bias); it is compared on the scale of the largest.",
         "",
         f"{len(results) - len(failed)} of {len(results)} rows are within their bounds. Made by `{command}` on "
         f"{datetime.date.today()} with torch {torch.__version__}, Python {platform.python_version()}, in "
