@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.parity.models import MODELS
-from tests.parity.run import Prover
+from tests.parity.run import Prover, record
 from tests.parity.table import ACCUMULATE, PRECISIONS, ZERO, Row, quick_rows
 
 
@@ -28,3 +29,14 @@ def test_subset_covers_every_value() -> None:
     assert {row.zero for row in rows} == set(ZERO)
     assert {row.precision for row in rows} == set(PRECISIONS)
     assert {row.accumulate for row in rows} == set(ACCUMULATE)
+
+
+@pytest.mark.spmd
+@pytest.mark.parity
+@pytest.mark.parametrize(("accumulate", "stages"), [(1, ("1", "2", "3")), (4, ("2", "3"))])
+def test_stages_with_the_same_arithmetic_are_equal_to_the_bit(accumulate: int, stages: tuple[str, ...]) -> None:
+    rows = [Row(model="HF Llama", zero=zero, accumulate=accumulate, precision="bf16-master") for zero in stages]
+    first, *others = (record(row, row.world) for row in rows)
+    for other in others:
+        assert other.losses == first.losses
+        assert all(torch.equal(other.parameters[name], first.parameters[name]) for name in first.parameters)
