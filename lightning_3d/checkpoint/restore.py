@@ -14,7 +14,6 @@ import torch.distributed as dist
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lightning_3d.checkpoint.agreement import together
@@ -26,6 +25,7 @@ from lightning_3d.checkpoint.optimizers import cut, destinations, indexed, match
 from lightning_3d.checkpoint.store import FORMAT, META_FILE, MODULE_KEY, OPTIMIZERS_KEY, OURS, is_remote, local_path
 from lightning_3d.checkpoint.tensors import read_tensors, stored_tensors
 from lightning_3d.errors import CheckpointError
+from lightning_3d.graph.parameters import class_name
 from lightning_3d.log import get_logger, info_once
 
 _DAMAGED = "load another checkpoint, this one is damaged"
@@ -202,6 +202,9 @@ def restore_random(stored: StoredCheckpoint, *, rank: int, world: int, device: t
 def _open_local(path: Path, weights_only: bool) -> StoredCheckpoint:
     if not path.is_dir():
         return _of_file(path, _torch_load(path, weights_only))
+    inside = [child.name for child in path.iterdir() if child.suffix == ".ckpt"]
+    if inside:
+        raise CheckpointError(f"{path} is a folder of checkpoints.", valid=inside, fix=f"{path / inside[0]}")
     tensors = stored_tensors(path)
     if not (path / META_FILE).is_file():
         raise CheckpointError(f"{path} is no finished checkpoint: it has no {META_FILE}", fix=_DAMAGED)
@@ -267,7 +270,7 @@ def _torch_load(path: Path, weights_only: bool) -> Any:
             f"{path} holds more than plain data, which is not loaded unasked: {reason.strip()}",
             fix="if you trust who wrote it: trainer.fit(..., ckpt_path=..., weights_only=False)",
         ) from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+    except (RuntimeError, EOFError, OSError, ValueError, LookupError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}", fix=_DAMAGED) from error
 
 
@@ -312,14 +315,9 @@ def _misfit(
     found = [f"{len(names)} {kind} ({_shown(sorted(names))})" for kind, names in kinds.items() if names]
     strict_fix = "load the checkpoint of this model, or let it load in part: LightningModule.strict_loading = False"
     return CheckpointError(
-        f"the checkpoint does not fit {_own_name(module)}: {', '.join(found) or error}",
+        f"the checkpoint does not fit {class_name(module)}: {', '.join(found) or error}",
         fix="build the model with the sizes it was saved with" if shapes else strict_fix,
     )
-
-
-def _own_name(module: nn.Module) -> str:
-    """The class's name as the user wrote it: FSDP2 puts its own in front."""
-    return next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def _shown(names: Sequence[str]) -> str:

@@ -12,7 +12,9 @@ from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, InstantiationException, MissingConfigException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
@@ -57,20 +59,36 @@ def run_hydra(task: Callable[[DictConfig], Any], arguments: Sequence[str], *, co
         ConfigError: The configuration cannot be composed.
     """
     command_line = sys.argv
+    begun: list[DictConfig] = []
+    failed: list[Exception] = []
 
     @functools.wraps(task)
     def job(cfg: DictConfig) -> Any:
         # Hydra has read its arguments; from here on the process' own command line is the one to look at.
         sys.argv = command_line
-        return task(cfg)
+        begun.append(cfg)
+        try:
+            return task(cfg)
+        except Exception as error:
+            if HydraConfig.get().mode == RunMode.MULTIRUN:
+                raise
+            # Raised outside of Hydra, which would print its overrides before it.
+            failed.append(error)
+            return None
 
     main = hydra.main(str(conf_dir()), config_name, HYDRA_VERSION_BASE)(job)
     with packaged_recipes(), readable_errors():
         sys.argv = [command_line[0], *arguments]
         try:
             main()
+        except OSError as error:
+            if begun:
+                raise
+            raise ConfigError(f"the run's directory cannot be made: {error}", fix="paths.log_dir=DIRECTORY") from error
         finally:
             sys.argv = command_line
+        if failed:
+            raise failed[0]
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_3d.units import format_bytes, format_count
 
@@ -68,6 +69,11 @@ class ParameterTable:
         text = f"{format_count(self.numel)} parameters, {format_bytes(self.nbytes)}"
         text += f", {format_count(frozen)} frozen" if frozen else ""
         return text + (f", {len(self.ties)} tied" if self.ties else "")
+
+
+def class_name(module: nn.Module) -> str:
+    """Returns the name of a module's class as its author wrote it; FSDP2 puts one of its own in front."""
+    return next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def parameter_table(module: nn.Module) -> ParameterTable:

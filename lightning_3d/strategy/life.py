@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_3d.config.schema import StrategyConfig
 from lightning_3d.errors import ModuleError
+from lightning_3d.graph.parameters import class_name
 from lightning_3d.initial.broadcast import BufferBroadcast
 from lightning_3d.initial.replay import InitTape
 from lightning_3d.mesh.spec import MeshSpec
@@ -100,11 +101,11 @@ def check_untouched(module: nn.Module) -> None:
         ModuleError: Names the sub-module or parameter, and the call to remove.
     """
     for name, child in module.named_modules():
-        shown = name or type(module).__name__
+        shown = name or class_name(module)
         if isinstance(child, FSDPModule):
             raise ModuleError(
-                f"'{shown}' is sharded already, by fully_shard or by a strategy of an earlier Trainer.",
-                fix="remove the fully_shard call, or load the earlier Trainer's checkpoint into a new module",
+                f"'{shown}' is sharded already: by fully_shard, another Trainer, or this one before its last module.",
+                fix="remove the fully_shard call, or load that Trainer's checkpoint into a new module",
             )
         if isinstance(child, _WRAPPERS):
             raise ModuleError(

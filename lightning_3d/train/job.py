@@ -7,14 +7,17 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_3d.config.schema import RunConfig
-from lightning_3d.errors import ConfigError, nearest
+from lightning_3d.errors import ConfigError, Lightning3DError, nearest
 from lightning_3d.log import get_logger
 from lightning_3d.strategy.launcher import Mesh3DLauncher, single_job
 from lightning_3d.train.prepare import SINGLE_STRATEGY, typed
@@ -69,8 +72,22 @@ def _trainer(cfg: DictConfig) -> Trainer:
     if cfg.strategy.get("_target_") == SINGLE_STRATEGY and cfg.strategy.device is None:
         cfg.strategy.device = _only_device(cfg.trainer.accelerator)
     make = instantiate(cfg.trainer, _partial_=True)
-    trainer: Trainer = make(strategy=instantiate(cfg.strategy), callbacks=callbacks, logger=loggers or False)
+    strategy = instantiate(cfg.strategy)
+    try:
+        trainer: Trainer = make(strategy=strategy, callbacks=callbacks, logger=loggers or False)
+    except (ValueError, TypeError, MisconfigurationException) as error:
+        if isinstance(error, Lightning3DError):
+            raise
+        raise ConfigError(f"trainer cannot be made: {error}") from error
+    _launch_as_hydra_wants(trainer.strategy)
     return trainer
+
+
+def _launch_as_hydra_wants(strategy: Strategy) -> None:
+    """Gives a strategy of Lightning's our launcher: its own would start a whole sweep again on each rank."""
+    launcher = strategy.launcher
+    if type(launcher) is _SubprocessScriptLauncher:
+        strategy._launcher = Mesh3DLauncher(launcher.cluster_environment, launcher.num_processes, launcher.num_nodes)
 
 
 def _only_device(accelerator: str) -> str:

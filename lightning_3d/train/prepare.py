@@ -26,6 +26,8 @@ Schema = TypeVar("Schema", RunConfig, BatchConfig)
 _FOUND_BY_LIGHTNING = ("best", "hpc", "registry")
 # Ours: the newest of all runs of the task. Lightning would look in the directory of the run that just begins.
 _LAST = "last"
+# What a launcher of several nodes sets, or a person in its place.
+_NODE_VARIABLES = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID", "LSB_JOBID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 def prepare(cfg: DictConfig) -> RunConfig:
@@ -141,6 +143,11 @@ def _world(cfg: DictConfig) -> int:
             f"torchrun started {started.world} processes, {started.local} of them on this node, but "
             f"trainer.devices={devices} x trainer.num_nodes={nodes} asks for {devices * nodes}",
             fix=f"trainer.devices={started.local} trainer.num_nodes={started.nodes}, or trainer.devices=auto",
+        )
+    if nodes > 1 and not started and not any(name in os.environ for name in _NODE_VARIABLES):
+        raise ConfigError(
+            f"trainer.num_nodes={nodes}, but nothing says which node this is: it would wait for the others forever",
+            fix=f"torchrun --nnodes {nodes} ... -m lightning_3d train ..., or srun, or trainer.num_nodes=1",
         )
     return devices * nodes
 

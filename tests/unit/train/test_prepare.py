@@ -7,7 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_3d.config.compose import compose_run
 from lightning_3d.errors import BatchError, CheckpointError, ConfigError, Lightning3DError, MeshError
-from lightning_3d.train.prepare import prepare
+from lightning_3d.train.prepare import _NODE_VARIABLES, prepare
 
 _OVERRIDES = ("trainer.accelerator=cpu", "paths.output_dir=out")
 
@@ -36,11 +36,21 @@ def _composed(*overrides: str) -> DictConfig:
         (["trainer.devices=2", "batch.global_size=null"], None),
     ],
 )
-def test_the_batch_of_a_rank_follows_from_the_mesh(overrides: list[str], local: int | None) -> None:
+def test_the_batch_of_a_rank_follows_from_the_mesh(
+    overrides: list[str], local: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NODE_RANK", "0")
     cfg = _composed(*overrides)
     prepare(cfg)
     assert cfg.batch.local_size == local
     assert cfg.data.batch_size == local
+
+
+def test_several_nodes_need_something_that_starts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in _NODE_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="nothing says which node this is"):
+        prepare(_composed("trainer.devices=1", "trainer.num_nodes=2"))
 
 
 def test_preparing_twice_changes_nothing() -> None:
