@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +24,9 @@ from lightning_3d.mesh.spec import MeshSpec
 from lightning_3d.precision import Mesh3DPrecision
 from lightning_3d.strategy.launcher import Mesh3DLauncher
 from lightning_3d.strategy.run import MeshClipper, RunOnMesh
+
+# Far longer than gloo's threads need, far shorter than a person notices.
+_SECONDS_FOR_LAST_FREES = 0.1
 
 
 class MeshStrategy(ParallelStrategy):
@@ -147,8 +151,7 @@ class MeshStrategy(ParallelStrategy):
         self.set_world_ranks()
         assert self.cluster_environment is not None
         if not dist.is_initialized():
-            # A group that is still there when the interpreter ends may abort the process instead of ending it.
-            atexit.register(_destroy_dist_connection)
+            atexit.register(_end_processes)
         _init_dist_connection(
             self.cluster_environment,
             self.process_group_backend,
@@ -199,3 +202,13 @@ class MeshStrategy(ParallelStrategy):
         objects = [obj]
         dist.broadcast_object_list(objects, src)
         return objects[0]
+
+
+def _end_processes() -> None:
+    """Ends the process group while the interpreter is whole.
+
+    A thread of gloo lets the tensors of the last collectives go a moment after these have ended. If the interpreter is
+    gone by then, the process aborts instead of ending.
+    """
+    _destroy_dist_connection()
+    time.sleep(_SECONDS_FOR_LAST_FREES)
