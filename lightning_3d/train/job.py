@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -53,7 +55,8 @@ def train(cfg: DictConfig) -> float | None:
         metrics: dict[str, torch.Tensor] = {}
         saved: dict[str, str] = {}
         if run.train:
-            trainer.fit(model, datamodule=data, ckpt_path=run.ckpt_path)
+            with _told_plainly():
+                trainer.fit(model, datamodule=data, ckpt_path=run.ckpt_path)
             metrics |= trainer.callback_metrics
             # Before the test, which gives the callbacks the state that they had when its checkpoint was written.
             saved = _saved(trainer)
@@ -64,6 +67,22 @@ def train(cfg: DictConfig) -> float | None:
         if trainer.is_global_zero:
             _report(metrics, saved)
     return None if run.optimized_metric is None else _chosen(metrics, run.optimized_metric)
+
+
+@contextmanager
+def _told_plainly() -> Iterator[None]:
+    """Gives what the reference models and data refuse, which know no error of ours, without a traceback.
+
+    Raises:
+        ConfigError: In place of their ValueError. Other people's keep their traceback: it shows where they are.
+    """
+    try:
+        yield
+    except ValueError as error:
+        *_, (frame, _) = walk_tb(error.__traceback__)
+        if not str(frame.f_globals.get("__name__")).startswith("lightning_3d.reference."):
+            raise
+        raise ConfigError(str(error)) from error
 
 
 def _trainer(cfg: DictConfig) -> Trainer:
