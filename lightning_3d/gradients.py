@@ -30,7 +30,10 @@ def total_norm(parameters: Iterable[Tensor], *, group: dist.ProcessGroup | None,
         A tensor without dims, on the device of the gradients (of the group's backend where those are offloaded).
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    locals_ = [_local(gradient) for gradient in gradients]
+    return _norm(gradients, [_local(gradient) for gradient in gradients], group, norm_type)
+
+
+def _norm(gradients: list[Tensor], locals_: list[Tensor], group: dist.ProcessGroup | None, norm_type: float) -> Tensor:
     if group is None or not any(_is_cut(gradient) for gradient in gradients):
         return nn.utils.get_total_norm(locals_, norm_type)
     if norm_type == float("inf"):
@@ -38,7 +41,7 @@ def total_norm(parameters: Iterable[Tensor], *, group: dist.ProcessGroup | None,
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         return largest
     total = torch.zeros((), dtype=_wide(locals_), device=_reduction_device(locals_, group))
-    for weight, part in _by_weight(gradients, group.size()):
+    for weight, part in _by_weight(gradients, locals_, group.size()):
         norm = nn.utils.get_total_norm(part, norm_type)
         total += weight * norm.to(total) ** norm_type
     dist.all_reduce(total, group=group)
@@ -52,8 +55,9 @@ def clip_by_norm(
 
     The factor is torch's: max_norm / (norm + 1e-6), at most 1.
     """
-    norm = total_norm(parameters, group=group, norm_type=norm_type)
-    locals_ = local_gradients(parameters)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    locals_ = [_local(gradient) for gradient in gradients]
+    norm = _norm(gradients, locals_, group, norm_type)
     if locals_:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         _scale(locals_, factor)
@@ -92,11 +96,11 @@ def _is_cut(gradient: Tensor) -> bool:
     return isinstance(gradient, DTensor) and not all(isinstance(place, Replicate) for place in gradient.placements)
 
 
-def _by_weight(gradients: list[Tensor], world: int) -> list[tuple[float, list[Tensor]]]:
+def _by_weight(gradients: list[Tensor], locals_: list[Tensor], world: int) -> list[tuple[float, list[Tensor]]]:
     """The local gradients by the weight with which they count in a sum over the world."""
     parts: dict[float, list[Tensor]] = {}
-    for gradient in gradients:
-        parts.setdefault(_holders(gradient, world), []).append(_local(gradient))
+    for gradient, local in zip(gradients, locals_, strict=True):
+        parts.setdefault(_holders(gradient, world), []).append(local)
     return [(1.0 / holders, part) for holders, part in parts.items()]
 
 

@@ -185,12 +185,17 @@ class Mesh3DPrecision(Precision):
     ) -> None:
         if not clip_val or clip_val <= 0:
             return
-        assert self._clipper is not None, "the strategy joins the mesh before training"
         parameters = list(self.main_params(optimizer))
-        if GradClipAlgorithmType(gradient_clip_algorithm) == GradClipAlgorithmType.VALUE:
-            self._clipper.by_value(parameters, float(clip_val))
+        # The clipper reads parts itself and returns whole numbers; the hooks' mode would only slow it down.
+        with torch._C.DisableTorchFunction():
+            self._clip(parameters, gradient_clip_algorithm, float(clip_val))
+
+    def _clip(self, parameters: list[nn.Parameter], algorithm: Any, value: float) -> None:
+        assert self._clipper is not None, "the strategy joins the mesh before training"
+        if GradClipAlgorithmType(algorithm) == GradClipAlgorithmType.VALUE:
+            self._clipper.by_value(parameters, value)
         else:
-            self._clipper.by_norm(parameters, float(clip_val))
+            self._clipper.by_norm(parameters, value)
 
     @override
     def state_dict(self) -> dict[str, Any]:
