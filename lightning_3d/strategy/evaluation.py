@@ -41,7 +41,10 @@ class Evaluator:
             args: Batch, batch index and, with several loaders, their index.
         """
         output = self._steps.evaluation_step(stage, self._context(stage), *args)
-        for _ in range(self._ends.repeats_after(*args[1:])):
+        loop: Any = self._module.trainer._active_loop
+        # A step that takes the batch alone has one loader, whose batches the loop counts.
+        position = args[1:] or (loop.batch_progress.current.ready - 1,)
+        for _ in range(self._ends.repeats_after(*position)):
             self._unseen(stage, args)
         return output
 

@@ -82,7 +82,7 @@ class StepRunner:
     def training_step(self, *args: Any) -> Any:
         """Returns the output of the user's ``training_step`` for a whole batch; its gradients come with `backward`."""
         self._loss_factor, self._gradients = None, None
-        if self._opens_window(args):
+        if self._opens_window():
             self._share_buffers()
         sizes = self._sizes(args[0])
         if len(sizes) > 1:
@@ -169,7 +169,7 @@ class StepRunner:
                 f"into {len(sizes)} micro-batches.",
                 fix="num_microbatches=1 and micro_batch_size=null",
             )
-        before = self._set_gradients_aside(args)
+        before = self._set_gradients_aside()
         outputs, weights = [], []
         parts = [shares(sizes)[index] / self._accumulation for index in range(len(sizes))]
         with self._collecting():
@@ -211,12 +211,12 @@ class StepRunner:
             )
         self._module.backward(self._precision.scaled(loss * factor))
 
-    def _set_gradients_aside(self, args: Sequence[Any]) -> list[tuple[Tensor, Tensor | None]] | None:
+    def _set_gradients_aside(self) -> list[tuple[Tensor, Tensor | None]] | None:
         """Makes room for a new window: Lightning zeroes gradients only after the step, which has its own by then.
 
         The old ones are kept only for a module with its own idea of zeroing; torch's buckets would overwrite them.
         """
-        if not self._opens_window(args):
+        if not self._opens_window():
             return None
         keep = is_overridden("optimizer_zero_grad", self._module)
         before = []
@@ -244,9 +244,9 @@ class StepRunner:
 
     # ---- where we are ----
 
-    def _opens_window(self, args: Sequence[Any]) -> bool:
-        """Whether this batch is the first after an optimizer step, by Lightning's count."""
-        return len(args) < 2 or args[1] % self._accumulation == 0
+    def _opens_window(self) -> bool:
+        """Whether this batch is the first after an optimizer step, by Lightning's count; a step need not take it."""
+        return int(self._module.trainer.fit_loop.epoch_loop.batch_idx) % self._accumulation == 0
 
     @property
     def _accumulation(self) -> int:
