@@ -1,0 +1,1 @@
+"""Tensors that show global shapes over a local shard, what operations do to them, and the group they are cut over."""

@@ -1,0 +1,71 @@
+"""The shard tensor of training: every operation by its rule, and what has none on the gathered whole, exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_3d.shards.foreign import check_no_foreign_function
+from lightning_3d.shards.gathered import run_gathered
+from lightning_3d.shards.refusal import Unshardable
+from lightning_3d.shards.rules import PROPERTIES, RULES
+from lightning_3d.shards.tensor import ShardTensor
+
+_NO_ARGUMENTS: Mapping[str, Any] = {}
+
+
+class Shard(ShardTensor):
+    """A shard on which training runs.
+
+    Methods of a tensor are rules of their own on this class, which spares torch's function protocol: an operation
+    costs about 4 µs over the plain one.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        return dispatch(func, args, kwargs or _NO_ARGUMENTS)
+
+
+def dispatch(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Returns what a function of torch makes of arguments that hold shards."""
+    if not torch.is_grad_enabled():
+        check_no_foreign_function(args)
+    rule = RULES.get(function)
+    if rule is None:
+        return run_gathered(function, args, kwargs, "there is no rule for it")
+    try:
+        return rule(*args, **kwargs)
+    except Unshardable as refusal:
+        return run_gathered(function, args, kwargs, str(refusal))
+
+
+def _as_method(function: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., Any]:
+    grad_enabled = torch.is_grad_enabled
+
+    def method(self: Shard, *args: Any, **kwargs: Any) -> Any:
+        if not grad_enabled():
+            check_no_foreign_function((self, *args))
+        try:
+            return rule(self, *args, **kwargs)
+        except Unshardable as refusal:
+            return run_gathered(function, (self, *args), kwargs, str(refusal))
+
+    return method
+
+
+def _equip(cls: type[Shard]) -> None:
+    """Makes every rule of a tensor's method a method of the class."""
+    for function, rule in RULES.items():
+        name = getattr(function, "__name__", "")
+        if getattr(Tensor, name, None) is function and name not in ShardTensor.__dict__:
+            setattr(cls, name, _as_method(function, rule))
+    for name, read in PROPERTIES.items():
+        setattr(cls, name, property(read))
+
+
+_equip(Shard)

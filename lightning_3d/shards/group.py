@@ -1,0 +1,131 @@
+"""The ranks that a tensor is cut over, and the four ways in which they exchange values."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_3d.shards.layout import join
+
+# How many replicated tensors share the sum of their gradients at a time: one for q, k and v, one for a cross-attention.
+_SHARED_COPIES = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardOptions:
+    """How operations on shards behave.
+
+    Attributes:
+        sequence: Sums of partial results are left cut over the sequence (sequence parallelism).
+        exact_random: Dropout draws the mask of one device and takes its part; for tests.
+    """
+
+    sequence: bool = False
+    exact_random: bool = False
+
+
+class ShardGroup(ABC):
+    """What a shard tensor needs to know of the ranks it is cut over.
+
+    Values that every rank holds alike are called replicated. All methods are collective.
+
+    Args:
+        size: Number of ranks.
+        rank: This one's position.
+        options: How operations behave.
+    """
+
+    def __init__(self, size: int, rank: int, options: ShardOptions | None = None) -> None:
+        self.size = size
+        self.rank = rank
+        self.options = options or ShardOptions()
+        self._copies: deque[tuple[weakref.ref[Tensor], int, Tensor]] = deque(maxlen=_SHARED_COPIES)
+        self._gathers: set[tuple[str, str]] = set()
+
+    @abstractmethod
+    def sum(self, value: Tensor) -> Tensor:
+        """Returns the sum over the ranks as a new tensor."""
+
+    @abstractmethod
+    def max(self, value: Tensor) -> Tensor:
+        """Returns the largest of each element over the ranks as a new tensor."""
+
+    @abstractmethod
+    def gather(self, part: Tensor, dim: int, segments: Sequence[int]) -> Tensor:
+        """Returns the whole tensor from every rank's part; ``segments`` are global lengths."""
+
+    @abstractmethod
+    def sum_part(self, value: Tensor, dim: int) -> Tensor:
+        """Returns this rank's part of the sum over the ranks (reduce-scatter), cut evenly along ``dim``."""
+
+    def shared_copy(self, value: Tensor) -> Tensor | None:
+        """Returns the copy that was kept for exactly this tensor, so that its gradients are summed once."""
+        for reference, version, copy in self._copies:
+            if reference() is value and version == value._version:
+                return copy
+        return None
+
+    def keep_copy(self, value: Tensor, copy: Tensor) -> None:
+        """Remembers a copy for the next few operations."""
+        self._copies.append((weakref.ref(value), value._version, copy))
+
+    def first_gather(self, operation: str, place: str) -> bool:
+        """Returns whether an operation without a rule is met at a place for the first time, and remembers it."""
+        known = (operation, place) in self._gathers
+        self._gathers.add((operation, place))
+        return not known
+
+    def forget_copies(self) -> None:
+        """Lets the copies go: at the end of a step, and around anything that is recomputed."""
+        self._copies.clear()
+
+
+class ProcessShardGroup(ShardGroup):
+    """Ranks that are processes.
+
+    Args:
+        group: The tensor axis.
+        options: How operations behave.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, options: ShardOptions | None = None) -> None:
+        super().__init__(group.size(), group.rank(), options)
+        self._group = group
+        # gloo has no reduce-scatter of tensors on the CPU that is as exact as its all-reduce.
+        self._scatters = dist.get_backend(group) != "gloo"
+
+    def sum(self, value: Tensor) -> Tensor:
+        """All-reduces a copy."""
+        total = value.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=self._group)
+        return total
+
+    def max(self, value: Tensor) -> Tensor:
+        """All-reduces a copy."""
+        largest = value.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
+        return largest
+
+    def gather(self, part: Tensor, dim: int, segments: Sequence[int]) -> Tensor:
+        """All-gathers."""
+        mine = part.contiguous()
+        parts = mine.new_empty((self.size, *mine.shape))
+        dist.all_gather_into_tensor(parts, mine, group=self._group)
+        return join(parts.unbind(), dim, segments)
+
+    def sum_part(self, value: Tensor, dim: int) -> Tensor:
+        """Reduce-scatters; by an all-reduce where the backend has none."""
+        length = value.shape[dim] // self.size
+        if not self._scatters:
+            return self.sum(value).narrow(dim, self.rank * length, length).contiguous()
+        first = value.movedim(dim, 0).contiguous()
+        mine = first.new_empty((length, *first.shape[1:]))
+        dist.reduce_scatter_tensor(mine, first, group=self._group)
+        return mine.movedim(0, dim).contiguous()

@@ -1,0 +1,142 @@
+"""The autograd nodes between replicated values and shards, on plain local tensors.
+
+Each is one call in torch's function protocol: a TorchFunctionMode sees the node and never looks inside. A gradient of a
+replicated value is the same on all ranks; a gradient of a part is the part of the whole gradient. Sums of gradients are
+in the nodes where one replicated value was used on many parts.
+
+After Shoeybi et al. 2019, "Megatron-LM", section 3 (f and g), and Korthikanti et al. 2022, "Reducing Activation
+Recomputation in Large Transformer Models", section 4.2 (their sequence-parallel forms).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from lightning_3d.shards.group import ShardGroup
+from lightning_3d.shards.layout import take
+
+Segments = tuple[int, ...]
+
+
+def copy(value: Tensor, group: ShardGroup) -> Tensor:
+    """Returns a replicated value for use on parts: its gradient is the sum over the ranks."""
+    if has_torch_function_unary(value):
+        return _handled(copy, value, group)
+    return _applied(_Copy, value, group)
+
+
+def reduce(value: Tensor, group: ShardGroup) -> Tensor:
+    """Returns the sum over the ranks of their partial results, replicated."""
+    if has_torch_function_unary(value):
+        return _handled(reduce, value, group)
+    return _applied(_Reduce, value, group)
+
+
+def gather(part: Tensor, group: ShardGroup, dim: int, segments: Segments) -> Tensor:
+    """Returns the whole tensor, replicated, from every rank's part."""
+    if has_torch_function_unary(part):
+        return _handled(gather, part, group, dim, segments)
+    return _applied(_Gather, part, group, dim, segments)
+
+
+def part(whole: Tensor, group: ShardGroup, dim: int, segments: Segments) -> Tensor:
+    """Returns this rank's part of a replicated value."""
+    if has_torch_function_unary(whole):
+        return _handled(part, whole, group, dim, segments)
+    return _applied(_Part, whole, group, dim, segments)
+
+
+def reduce_part(value: Tensor, group: ShardGroup, dim: int) -> Tensor:
+    """Returns this rank's part, along ``dim``, of the sum of partial results."""
+    if has_torch_function_unary(value):
+        return _handled(reduce_part, value, group, dim)
+    return _applied(_ReducePart, value, group, dim)
+
+
+def gather_sum(part: Tensor, group: ShardGroup, dim: int, segments: Segments) -> Tensor:
+    """Returns the whole tensor for use on parts: the gradient of a part is its part of the sum over the ranks."""
+    if has_torch_function_unary(part):
+        return _handled(gather_sum, part, group, dim, segments)
+    return _applied(_GatherSum, part, group, dim, segments)
+
+
+def _handled(node: Any, value: Tensor, *args: Any) -> Tensor:
+    result: Tensor = handle_torch_function(node, (value,), value, *args)
+    return result
+
+
+def _applied(function: Any, *args: Any) -> Tensor:
+    result: Tensor = function.apply(*args)
+    return result
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: ShardGroup) -> Tensor:
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.group.sum(gradient), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: ShardGroup) -> Tensor:
+        return group.sum(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: ShardGroup, dim: int, segments: Segments) -> Tensor:
+        ctx.group, ctx.dim, ctx.segments = group, dim, segments
+        return group.gather(own, dim, segments)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        own = take(gradient, ctx.dim, ctx.segments, ctx.group.rank, ctx.group.size)
+        return own.contiguous(), None, None, None
+
+
+class _Part(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: ShardGroup, dim: int, segments: Segments) -> Tensor:
+        ctx.group, ctx.dim, ctx.segments = group, dim, segments
+        # A copy: a view would let an operation in place on the part change the whole on this rank alone.
+        return take(whole, dim, segments, group.rank, group.size).clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return ctx.group.gather(gradient, ctx.dim, ctx.segments), None, None, None
+
+
+class _ReducePart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: ShardGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim, ctx.length = group, dim, value.shape[dim]
+        return group.sum_part(value, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.group.gather(gradient, ctx.dim, (ctx.length,)), None, None
+
+
+class _GatherSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: ShardGroup, dim: int, segments: Segments) -> Tensor:
+        assert len(segments) == 1, "sequences are cut in one segment"
+        ctx.group, ctx.dim = group, dim
+        return group.gather(own, dim, segments)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return ctx.group.sum_part(gradient, ctx.dim), None, None, None

@@ -1,0 +1,23 @@
+"""What operations do to shards: one file for each kind, all of them in one read-only mapping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from lightning_3d.shards.rules.table import RuleTable
+
+
+def _merged(*tables: RuleTable) -> Mapping[Callable[..., Any], Callable[..., Any]]:
+    rules: dict[Callable[..., Any], Callable[..., Any]] = {}
+    for table in tables:
+        for function, rule in table.items():
+            assert function not in rules, f"two rules for {function}"
+            rules[function] = rule
+    return MappingProxyType(rules)
+
+
+RULES = _merged()
+# Attributes of a tensor that are operations.
+PROPERTIES: Mapping[str, Callable[..., Any]] = MappingProxyType({})

@@ -1,0 +1,168 @@
+"""A tensor that shows its global shape and holds this rank's part: the data, without what operations do to it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from lightning_3d.errors import ModuleError
+from lightning_3d.shards.group import ShardGroup
+from lightning_3d.shards.layout import Layout
+
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+
+
+class ShardTensor(torch.Tensor):
+    """A global view of a local part.
+
+    Code that knows the sizes of the whole (``x.view(batch, steps, heads, width // heads)``) runs on it unmodified.
+    Autograd sees only the local tensor. Classes below say what operations do.
+
+    Args:
+        local: This rank's part, a plain tensor.
+        dim: The dim that is cut; negative counts from the end.
+        segments: Global lengths of the segments of the dim.
+        group: The ranks it is cut over.
+    """
+
+    __slots__ = ("_dim", "_group", "_local", "_segments")
+
+    _local: Tensor
+    _dim: int
+    _segments: tuple[int, ...]
+    _group: ShardGroup
+
+    @staticmethod
+    def __new__(cls, local: Tensor, dim: int, segments: tuple[int, ...], group: ShardGroup) -> Self:
+        shape = list(local.shape)
+        if dim < 0:
+            dim += len(shape)
+        shape[dim] *= group.size
+        shard: Self = _make_wrapper(cls, shape, dtype=local.dtype, device=local.device)
+        shard._local, shard._dim, shard._segments, shard._group = local, dim, segments, group
+        return shard
+
+    def __init__(self, *_: Any) -> None:
+        """Everything is done where it is made; see the class."""
+
+    def like(self, local: Tensor, dim: int, segments: tuple[int, ...], *others: Any) -> Self:
+        """Returns the result of an operation on this shard.
+
+        Args:
+            local: This rank's part of the result.
+            dim: The dim of the result that is cut; negative counts from the end.
+            segments: Global lengths of its segments.
+            others: Further arguments of the operation, for classes that note where results come from.
+        """
+        return type(self)(local, dim, segments, self._group)
+
+    @property
+    def layout(self) -> Layout:
+        """How it is cut."""
+        return Layout(self._dim, self._segments)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Where only compiled kernels arrive that took the tensor past torch's function protocol.
+
+        Raises:
+            ModuleError: Always: gradients would be lost without a sign.
+        """
+        raise ModuleError(
+            f"{func} was called from compiled code with a tensor that is cut over the tensor-parallel ranks.",
+            fix="tensor_plan={'<module that calls it>': 'replicate'}, or torch.library.custom_op around the kernel",
+        )
+
+    # ---- metadata: global where it is a size, the local tensor's else ----
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Global shape."""
+        sizes = list(self._local.shape)
+        sizes[self._dim] *= self._group.size
+        return torch.Size(sizes)
+
+    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        """Global shape, or its length along ``dim``."""
+        if dim is None:
+            return self.shape
+        local = self._local
+        return local.size(dim) * (self._group.size if dim % local.dim() == self._dim else 1)
+
+    def dim(self) -> int:
+        """Number of dims."""
+        return self._local.dim()
+
+    def numel(self) -> int:
+        """Elements of the whole."""
+        return self._local.numel() * self._group.size
+
+    def stride(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        """Strides of a contiguous whole in the order of this one's dims."""
+        local, shape = self._local, self.shape
+        order = sorted(range(local.dim()), key=lambda d: (-local.stride(d), d))
+        strides = [0] * len(shape)
+        step = 1
+        for d in reversed(order):
+            strides[d] = step if local.stride(d) or shape[d] == 1 else 0
+            step *= max(shape[d], 1) if strides[d] else 1
+        return tuple(strides) if dim is None else strides[dim]
+
+    def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
+        """As the local part."""
+        return self._local.is_contiguous(*args, **kwargs)
+
+    def is_floating_point(self) -> bool:
+        """As the local part."""
+        return self._local.is_floating_point()
+
+    def is_complex(self) -> bool:
+        """As the local part."""
+        return self._local.is_complex()
+
+    def element_size(self) -> int:
+        """As the local part."""
+        return self._local.element_size()
+
+    def get_device(self) -> int:
+        """As the local part."""
+        return self._local.get_device()
+
+    def __len__(self) -> int:
+        return int(self.size(0))
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({tuple(self.shape)}, {self.layout}, rank {self._group.rank})"
+
+    ndimension = dim
+    nelement = numel
+    __str__ = __repr__
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole."""
+        return math.prod(self.shape) * self._local.element_size()
+
+    @property
+    def _base(self) -> None:  # type: ignore[override]
+        return None
+
+
+def _of_local(name: str) -> property:
+    return property(lambda shard: getattr(shard._local, name), doc="As the local part.")
+
+
+_LOCAL_PROPERTIES = (
+    "device", "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_mkldnn", "is_mps", "is_nested",
+    "is_quantized", "is_sparse", "is_sparse_csr", "is_xpu", "itemsize", "names", "ndim", "requires_grad",
+    "retains_grad", "_version",
+)  # fmt: skip
+for _name in _LOCAL_PROPERTIES:
+    setattr(ShardTensor, _name, _of_local(_name))
