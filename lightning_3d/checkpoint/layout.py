@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+from lightning_3d.checkpoint.packed import NO_LAYOUTS, PackedTensor, packed
+from lightning_3d.shards.layout import Layout
 
 # Wrappers that other libraries put around a module; a checkpoint does not know of them.
 _WRAPPER_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
@@ -21,29 +24,32 @@ def canonical(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES)
 
 
-def module_state(module: nn.Module) -> dict[str, Any]:
+def module_state(module: nn.Module, layouts: Mapping[str, Layout] = NO_LAYOUTS) -> dict[str, Any]:
     """Returns the module's state dict by canonical names, as this rank holds it: DTensors stay shards.
 
     Names of one tied parameter map to one object.
 
     Args:
         module: The module; its own ``state_dict`` decides what belongs to the state.
+        layouts: How the tensor axis cuts packed parameters, by a canonical name of each; they come as PackedTensors.
     """
     reshard(module)
-    first: dict[int, str] = {}
-    owner = {name: first.setdefault(id(tensor), name) for name, tensor in _named_tensors(module)}
-    state = {canonical(name): value for name, value in module.state_dict().items()}
+    owner, layouts = _owners(module), every_name(module, layouts)
+    own = {canonical(name): value for name, value in module.state_dict().items()}
+    state = {name: packed(value, layouts.get(name)) for name, value in own.items()}
     return {name: state.get(owner.get(name, name), value) for name, value in state.items()}
 
 
-def module_tensors(module: nn.Module) -> dict[str, Tensor]:
+def module_tensors(module: nn.Module, layouts: Mapping[str, Layout] = NO_LAYOUTS) -> dict[str, Tensor]:
     """Returns all tensors that a checkpoint of the module may fill, by canonical name.
 
     Args:
         module: The module. Tensors that its ``state_dict`` leaves out are here too.
+        layouts: See :func:`module_state`.
     """
-    state = {name: value for name, value in module_state(module).items() if isinstance(value, Tensor)}
-    return {name: tensor.detach() for name, tensor in _named_tensors(module)} | state
+    state = {name: value for name, value in module_state(module, layouts).items() if isinstance(value, Tensor)}
+    layouts = every_name(module, layouts)
+    return {name: packed(tensor.detach(), layouts.get(name)) for name, tensor in _named_tensors(module)} | state
 
 
 def parameter_names(module: nn.Module) -> dict[nn.Parameter, str]:
@@ -56,6 +62,29 @@ def parameter_names(module: nn.Module) -> dict[nn.Parameter, str]:
     return {parameter: canonical(name) for name, parameter in module.named_parameters()}
 
 
+def named_parameters(module: nn.Module, layouts: Mapping[str, Layout] = NO_LAYOUTS) -> dict[str, Tensor]:
+    """Returns what stands for every parameter in a checkpoint, by canonical name, a tied one once.
+
+    Args:
+        module: See :func:`parameter_names`.
+        layouts: See :func:`module_state`.
+    """
+    layouts = every_name(module, layouts)
+    return {name: packed(parameter, layouts.get(name)) for parameter, name in parameter_names(module).items()}
+
+
+def every_name(module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+    """Returns the layouts by all names that their parameters have.
+
+    Args:
+        module: The module.
+        layouts: By a canonical name of each parameter, whichever of a tied one's.
+    """
+    owner = _owners(module)
+    of_owner = {owner.get(name, name): layout for name, layout in layouts.items()}
+    return {name: of_owner[first] for name, first in owner.items() if first in of_owner}
+
+
 def reshard(module: nn.Module) -> None:
     """Frees gathered parameters, so that the module's parameters are its shards."""
     for part in module.modules():
@@ -64,7 +93,7 @@ def reshard(module: nn.Module) -> None:
 
 
 def empty_like(target: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns an uninitialised tensor laid out as ``target``, a DTensor for a DTensor."""
+    """Returns an uninitialised tensor laid out as ``target``, of its own kind."""
     return torch.empty_like(target.detach(), dtype=dtype)
 
 
@@ -72,13 +101,13 @@ def laid_out(source: Tensor, target: Tensor) -> Tensor:
     """Returns ``source`` as a new tensor laid out as ``target``; a whole source is cut without communication.
 
     Args:
-        source: A DTensor laid out as ``target``, or the whole tensor, the same on every rank.
+        source: A DTensor or PackedTensor laid out as ``target``, or the whole tensor, the same on every rank.
         target: A tensor of the same global shape.
     """
-    if isinstance(source, DTensor):
+    if is_cut(source):
         return source
     filled = empty_like(target, source.dtype)
-    if not isinstance(filled, DTensor):
+    if not is_cut(filled):
         return filled.copy_(source)
     # The protocol of torch.distributed.checkpoint for sharded tensors: which chunks of the whole does this rank hold?
     pieces: Any = filled
@@ -89,18 +118,22 @@ def laid_out(source: Tensor, target: Tensor) -> Tensor:
     return filled
 
 
+def is_cut(value: object) -> bool:
+    """Returns whether a value is one rank's part of a tensor that a whole mesh holds."""
+    return isinstance(value, DTensor | PackedTensor)
+
+
 def whole(tensor: Tensor, keep: bool) -> Tensor | None:
-    """Returns the whole tensor on CPU where ``keep``; all ranks of a DTensor's mesh call it together.
+    """Returns the whole tensor on CPU where ``keep``; all ranks of its mesh call it together.
 
     Args:
-        tensor: A plain tensor or a DTensor.
+        tensor: A plain tensor, a DTensor or a PackedTensor.
         keep: Whether this rank wants it; others take part and get None.
     """
-    local = tensor.detach()
-    if isinstance(local, DTensor):
+    local: Any = tensor.detach()
+    if is_cut(local):
         # Offloaded shards lie on CPU while their group speaks the mesh's device.
-        on_mesh: Any = local.to(local.device_mesh.device_type)
-        local = on_mesh.full_tensor()
+        local = local.to(local.device_mesh.device_type).full_tensor()
     return local.cpu() if keep else None
 
 
@@ -123,15 +156,22 @@ def gather_whole(value: Any, keep: bool, gathered: dict[int, Tensor | None]) -> 
     return value
 
 
-def full_state_dict(module: nn.Module, *, keep: bool) -> dict[str, Any]:
+def full_state_dict(module: nn.Module, *, keep: bool, layouts: Mapping[str, Layout] = NO_LAYOUTS) -> dict[str, Any]:
     """Returns the module's whole state dict on CPU, gathered tensor by tensor. Every rank calls it.
 
     Args:
         module: The module, sharded or not.
         keep: Whether this rank wants the result; others take part and get an empty dict.
+        layouts: See :func:`module_state`.
     """
-    state = gather_whole(module_state(module), keep, {})
+    state = gather_whole(module_state(module, layouts), keep, {})
     return state if keep else {}
+
+
+def _owners(module: nn.Module) -> dict[str, str]:
+    """Returns the first name of every tensor by each of its names."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in _named_tensors(module)}
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

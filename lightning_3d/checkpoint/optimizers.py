@@ -12,34 +12,41 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor, Replicate, empty
+from torch.distributed.tensor import Replicate, empty
 from torch.optim import Optimizer
 
-from lightning_3d.checkpoint.layout import empty_like, laid_out, parameter_names
+from lightning_3d.checkpoint.layout import empty_like, is_cut, laid_out, named_parameters, parameter_names
+from lightning_3d.checkpoint.packed import NO_LAYOUTS, PackedTensor, check_free, packed_like, unpacked
 from lightning_3d.errors import CheckpointError
+from lightning_3d.shards.layout import Layout
 
 _TENSOR = "__tensor__"
 _SHOWN = 5
 
 
-def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def optimizer_state(
+    module: nn.Module, optimizer: Optimizer, layouts: Mapping[str, Layout] = NO_LAYOUTS
+) -> dict[str, Any]:
     """Returns the optimizer's state dict with parameter names in the place of torch's indices.
 
     Args:
         module: The module whose parameters it steps.
         optimizer: A torch optimizer. Its state is not touched, nor made where there is none yet.
+        layouts: See ``layout.module_state``; state of a packed parameter comes as PackedTensors too.
 
     Returns:
         ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}``, DTensors as shards.
 
     Raises:
-        CheckpointError: It steps a parameter that the module does not have.
+        CheckpointError: It steps a parameter that the module does not have, or keeps state of a packed one in a form
+            that has no original order.
     """
     names = names_of(module, optimizer)
+    parameters = named_parameters(module, layouts)
     state = named(optimizer.state_dict(), names)
     # One order on every rank: torch keeps the order in which state was first made.
-    ordered = {name: state["state"][name] for name in _flat(names) if name in state["state"]}
-    return {**state, "state": ordered | state["state"]}
+    ordered = {name: state["state"][name] for name in _flat(names) if name in state["state"]} | state["state"]
+    return {**state, "state": {name: _packed(value, parameters.get(name), name) for name, value in ordered.items()}}
 
 
 def indexed(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,7 +92,7 @@ def split(state: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], dict[s
     def kept(value: Any, place: str) -> Any:
         if isinstance(value, Tensor):
             tensors[place] = value
-            return {_TENSOR: f"{prefix}.{place}", "distributed": isinstance(value, DTensor)}
+            return {_TENSOR: f"{prefix}.{place}", "distributed": is_cut(value)}
         if isinstance(value, Mapping):
             return {key: kept(part, f"{place}.{key}") for key, part in value.items()}
         if type(value) in (list, tuple):
@@ -96,18 +103,18 @@ def split(state: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], dict[s
 
 
 def destinations(
-    state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], stored: Mapping[str, TensorStorageMetadata]
+    state: Mapping[str, Any], parameters: Mapping[str, Tensor], stored: Mapping[str, TensorStorageMetadata]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Returns a split state with tensors to read into, and those tensors by flat name.
 
     Args:
         state: From :func:`split`, for names in ``parameters``.
-        parameters: The parameters, by name.
+        parameters: From ``layout.named_parameters``.
         stored: What the checkpoint holds.
     """
     into: dict[str, Tensor] = {}
 
-    def made(value: Any, parameter: nn.Parameter | None) -> Any:
+    def made(value: Any, parameter: Tensor | None) -> Any:
         if isinstance(value, Mapping) and _TENSOR in value:
             name = value[_TENSOR]
             if name not in stored:
@@ -120,15 +127,15 @@ def destinations(
     return {**state, "state": {name: made(value, parameters.get(name)) for name, value in state["state"].items()}}, into
 
 
-def cut(state: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+def cut(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
     """Returns a state of whole tensors with each tensor laid out as this rank's parameter is.
 
     Args:
         state: A state by names with whole tensors, the same on every rank.
-        parameters: The parameters, by name.
+        parameters: From ``layout.named_parameters``.
     """
 
-    def made(value: Any, parameter: nn.Parameter | None) -> Any:
+    def made(value: Any, parameter: Tensor | None) -> Any:
         if isinstance(value, Tensor):
             return laid_out(value, _destination(parameter, value.shape, value.dtype, value.dim() > 0))
         return _mapped(value, lambda part: made(part, parameter))
@@ -169,7 +176,7 @@ def matched(state: Mapping[str, Any], module: nn.Module, optimizer: Optimizer, w
 
 def load(state: Mapping[str, Any], optimizer: Optimizer) -> None:
     """Gives a matched state by names, laid out for this rank, to the optimizer."""
-    optimizer.load_state_dict(indexed(state))
+    optimizer.load_state_dict(_mapped(indexed(state), unpacked))
 
 
 def names_of(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
@@ -201,22 +208,20 @@ def _shown(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
 
 
-def _destination(parameter: Tensor | None, size: torch.Size, dtype: torch.dtype, distributed: bool) -> Tensor:
-    if isinstance(parameter, DTensor) and len(size) > 0:
+def _packed(value: Any, parameter: Tensor | None, where: str) -> Any:
+    return _mapped(value, lambda part: packed_like(part, parameter, f"optimizer state of {where}")) 
+
+
+def _destination(parameter: Any, size: torch.Size, dtype: torch.dtype, distributed: bool) -> Tensor:
+    if is_cut(parameter) and len(size) > 0:
         if size == parameter.shape:
             return empty_like(parameter, dtype)
+        if isinstance(parameter, PackedTensor):
+            check_free(size, parameter, "optimizer state")
         if distributed:
             mesh = parameter.device_mesh
             return empty(*size, dtype=dtype, device_mesh=mesh, placements=[Replicate()] * mesh.ndim)
     return torch.empty(size, dtype=dtype)
-
-
-def _mapped(value: Any, convert: Callable[[Any], Any]) -> Any:
-    if isinstance(value, Mapping):
-        return {key: convert(part) for key, part in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(convert(part) for part in value)
-    return value
 
 
 def _flat(groups: Sequence[Sequence[Any]]) -> list[Any]:

@@ -61,7 +61,7 @@ class ShardTensor(torch.Tensor):
         return type(self)(local, dim, segments, self._group)
 
     @property
-    def layout(self) -> Layout:
+    def cut(self) -> Layout:
         """How it is cut."""
         return Layout(self._dim, self._segments)
 
@@ -139,7 +139,7 @@ class ShardTensor(torch.Tensor):
         return id(self)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}({tuple(self.shape)}, {self.layout}, rank {self._group.rank})"
+        return f"{type(self).__name__}({tuple(self.shape)}, {self.cut}, rank {self._group.rank})"
 
     ndimension = dim
     nelement = numel
