@@ -1,0 +1,28 @@
+"""Replicated values that meet shards."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_3d.shards import nodes
+from lightning_3d.shards.group import ShardGroup
+from lightning_3d.shards.layout import take
+
+
+def entered(value: Tensor, group: ShardGroup) -> Tensor:
+    """Returns a replicated value for use on parts; uses of one value share the sum of their gradients."""
+    if not (torch.is_grad_enabled() and value.requires_grad):
+        return value
+    kept = group.shared_copy(value)
+    if kept is None:
+        kept = nodes.copy(value, group)
+        group.keep_copy(value, kept)
+    return kept
+
+
+def cut(value: Tensor, group: ShardGroup, dim: int, segments: tuple[int, ...]) -> Tensor:
+    """Returns this rank's part of a replicated value of full size along ``dim``."""
+    if not (torch.is_grad_enabled() and value.requires_grad):
+        return take(value, dim, segments, group.rank, group.size)
+    return nodes.part(value, group, dim, segments)
