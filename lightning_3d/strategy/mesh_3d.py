@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_3d.checkpoint.layout import full_state_dict, module_state
-from lightning_3d.checkpoint.optimizers import optimizer_state
 from lightning_3d.config.schema import StrategyConfig
-from lightning_3d.errors import CheckpointError, ModuleError
+from lightning_3d.errors import ModuleError
 from lightning_3d.initial.record import InitRecorder
 from lightning_3d.initial.replay import InitTape
 from lightning_3d.mesh.topology import Topology
@@ -34,12 +30,12 @@ from lightning_3d.strategy.life import (
     check_untouched,
     optimizer_parameters,
 )
-from lightning_3d.strategy.processes import MeshStrategy
 from lightning_3d.strategy.run import evaluate_without_inference_mode
+from lightning_3d.strategy.saving import SavingStrategy
 from lightning_3d.strategy.steps import StepRunner
 
 
-class Mesh3DStrategy(MeshStrategy):
+class Mesh3DStrategy(SavingStrategy):
     """Trains an unmodified LightningModule on a data x pipeline x tensor mesh, with the numbers of one device.
 
     All arguments are keyword-only and plain values, so that Hydra and LightningCLI can build the strategy. Precision
@@ -132,11 +128,6 @@ class Mesh3DStrategy(MeshStrategy):
         """Returns the plan and the map of ranks to nodes as text; known once the Trainer has set the module up."""
         topology = Topology(spec=self.mesh_spec, devices_per_node=self.num_processes)
         return "\n".join([str(self._module_on_mesh.plan), "", str(topology), *topology.advice()])
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """Returns the module's whole state on the CPU, on every rank. Every rank must call it."""
-        self._module_on_mesh.engine.rest()
-        return full_state_dict(self._module_on_mesh.module, keep=True)
 
     # ---- the module ----
 
@@ -320,64 +311,6 @@ class Mesh3DStrategy(MeshStrategy):
         return self._on_mesh.ends.process(
             dataloader, trainer, lambda batch, at: self._evaluation.repeat(batch, at, self.batch_to_device)
         )
-
-    # ---- checkpoints ----
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        """False: hooks then run in the order of one device, and ``weights_only`` arrives; see `load_checkpoint`."""
-        return False
-
-    @property
-    @override
-    def lightning_restore_optimizer(self) -> bool:
-        return True
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        applied = self._module_on_mesh
-        applied.engine.rest()
-        applied.share_buffers()
-        return module_state(applied.module)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return optimizer_state(self._module_on_mesh.module, plain)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        if storage_options is not None:
-            raise CheckpointError(
-                "storage_options belong to a CheckpointIO, and Mesh3DStrategy writes checkpoints itself.",
-                fix="trainer.save_checkpoint(path) without storage_options",
-            )
-        self._on_mesh.checkpoints.save(checkpoint, self.broadcast(str(filepath)))
-
-    @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        # Lightning loads before setup. The module is cut now, so that each rank reads its own part only.
-        applied = self._apply()
-        applied.engine.rest()
-        return self._on_mesh.checkpoints.open(str(checkpoint_path), applied.module, weights_only=weights_only)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self._on_mesh.checkpoints.load_module(checkpoint, self._module_on_mesh.module, strict=strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self._on_mesh.checkpoints.load_optimizers(self._module_on_mesh.module, self.optimizers)
-
-    @override
-    def on_train_start(self) -> None:
-        self._on_mesh.checkpoints.begin_training()
-
-    @override
-    def remove_checkpoint(self, filepath: _PATH) -> None:
-        if not self._on_mesh.checkpoints.remove(str(filepath)):
-            super().remove_checkpoint(filepath)
 
     @classmethod
     @override

@@ -30,7 +30,7 @@ _SECONDS_FOR_LAST_FREES = 0.1
 
 
 class MeshStrategy(ParallelStrategy):
-    """Processes on a mesh; what they do with a module is added by `Mesh3DStrategy`, the only class below.
+    """Processes on a mesh; what they do with a module is added by `SavingStrategy` and `Mesh3DStrategy`.
 
     Args:
         config: The checked options.

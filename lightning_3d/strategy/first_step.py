@@ -1,0 +1,113 @@
+"""The first step of a run, for planning: the user's step on the first batch, which stays in its loader."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils._pytree import tree_unflatten
+
+from lightning_3d.batches.peek import first_batch
+from lightning_3d.errors import BatchError
+from lightning_3d.precision import Mesh3DPrecision
+from lightning_3d.strategy.idle import idle_optimizers
+
+_STAGES = {
+    TrainerFn.FITTING: "training",
+    TrainerFn.VALIDATING: "validation",
+    TrainerFn.TESTING: "test",
+    TrainerFn.PREDICTING: "predict",
+}
+
+
+class FirstStep:
+    """Runs the step that a run is about to begin with, on its first batch.
+
+    Loaders are asked for as the run will do again later. What had to be taken out of a loader that cannot begin anew is
+    given back when that loader is used: see `loader`.
+
+    Args:
+        trainer: The Trainer, its module connected and its data prepared.
+        module: The module.
+        precision: Gives the step its context, and batches their dtype.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule, precision: Mesh3DPrecision) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._precision = precision
+        assert trainer.state.fn in _STAGES, "only runs with steps are planned"
+        self._stage = _STAGES[trainer.state.fn]
+        self._begun: dict[int, tuple[Any, Any]] = {}
+        self._args = self._first_arguments()
+
+    def __call__(self) -> Any:
+        """Runs the step and returns its output."""
+        step: Callable[..., Any] = getattr(self._module, f"{self._stage}_step")
+        with self._context(), idle_optimizers(self._module):
+            return step(*self._args)
+
+    def loader(self, given: Any) -> Any:
+        """Returns the loader to use in place of ``given``: one that begins with the batch that was taken out of it."""
+        kept, begun = self._begun.pop(id(given), (None, None))
+        return begun if kept is given and begun is not None else given
+
+    def _context(self) -> AbstractContextManager[Any]:
+        contexts = {
+            "training": self._precision.train_step_context,
+            "validation": self._precision.val_step_context,
+            "test": self._precision.test_step_context,
+            "predict": self._precision.predict_step_context,
+        }
+        return contexts[self._stage]()
+
+    def _first_arguments(self) -> tuple[Any, ...]:
+        combined = self._loaders()
+        batches = []
+        for loader in combined.flattened:
+            batch, begun = first_batch(loader)
+            if batch is None:
+                raise BatchError(
+                    f"the first {self._stage} loader has no batch, and the tensor-parallel plan is made from one.",
+                    fix="check the dataset and the batch size",
+                )
+            if begun is not loader:
+                self._begun[id(loader)] = (loader, begun)
+            batches.append(batch)
+        return self._arguments(combined, batches)
+
+    def _loaders(self) -> CombinedLoader:
+        loops: dict[str, Any] = {
+            "training": self._trainer.fit_loop,
+            "validation": self._trainer.validate_loop,
+            "test": self._trainer.test_loop,
+            "predict": self._trainer.predict_loop,
+        }
+        given = _request_dataloader(loops[self._stage]._data_source)
+        if isinstance(given, CombinedLoader):
+            return given
+        return CombinedLoader(given, "max_size_cycle" if self._stage == "training" else "sequential")
+
+    def _arguments(self, combined: CombinedLoader, batches: list[Any]) -> tuple[Any, ...]:
+        several = combined._mode == "sequential"
+        batch = batches[0] if several else _nested(combined, batches)
+        batch = self._precision.convert_input(batch)
+        batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
+        batch = self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+        if self._stage == "training":
+            return tuple(self._trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0).values())
+        loop: Any = getattr(self._trainer, "validate_loop" if self._stage == "validation" else f"{self._stage}_loop")
+        number = 0 if several and len(batches) > 1 else None
+        kwargs = loop._build_kwargs(batch, 0, number)
+        return tuple(loop._build_step_args_from_hook_kwargs(kwargs, f"{self._stage}_step"))
+
+
+def _nested(combined: CombinedLoader, batches: Iterable[Any]) -> Any:
+    """Batches in the structure in which the user gave the loaders."""
+    return tree_unflatten(list(batches), combined._spec)

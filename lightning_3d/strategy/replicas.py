@@ -1,0 +1,125 @@
+"""What must be equal on several ranks: made equal where nobody says it, and compared where the user asks."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_flatten
+
+from lightning_3d.errors import BatchError, ModuleError
+
+
+def share_generators(group: dist.ProcessGroup) -> None:
+    """Gives every rank of a group the random states of its first: Python's, NumPy's and torch's on the CPU.
+
+    Ranks that compute one sample together must draw the same, also where the user has seeded nothing. A collective.
+
+    Args:
+        group: Ranks that see the same samples.
+    """
+    if group.size() == 1:
+        return
+    states: list[Any] = [(random.getstate(), np.random.get_state(), torch.get_rng_state())]
+    dist.broadcast_object_list(states, group_src=0, group=group)
+    python, numpy, generator = states[0]
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(generator)
+
+
+class ReplicaCheck:
+    """Compares what the ranks of a group hold.
+
+    Args:
+        group: Ranks that must hold the same.
+        ranks: Their global ranks, in order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
+        self._group = group
+        self._ranks = ranks
+
+    def batch(self, batch: Any, index: int) -> None:
+        """Compares the batches of a step. A collective.
+
+        Raises:
+            BatchError: Names the ranks that differ from the first.
+        """
+        different = self._different(batch_digest(batch))
+        if different:
+            raise BatchError(
+                f"batch {index} differs on tensor-parallel ranks {_listed(different)} from rank {self._ranks[0]}; "
+                "they compute one sample together.",
+                fix="shard samplers by strategy.data_rank, and draw random numbers in datasets from torch's or NumPy's "
+                "seeded generators",
+            )
+
+    def parameters(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Compares what every rank should hold alike: replicated parameters and buffers. A collective.
+
+        Args:
+            parameters: By name; sharded ones are left out.
+
+        Raises:
+            ModuleError: Names the first that differs, and the ranks.
+        """
+        digests = {name: _tensor_digest(_local(tensor)) for name, tensor in parameters if not _cut(tensor)}
+        gathered: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(gathered, digests, group=self._group)
+        for name in digests:
+            different = [rank for rank, one in zip(self._ranks, gathered, strict=True) if one[name] != digests[name]]
+            if any(one[name] != gathered[0][name] for one in gathered):
+                raise ModuleError(
+                    f"'{name}' differs between ranks {_listed(self._ranks)}: rank {self._ranks[self._group.rank()]} "
+                    f"differs from {_listed(different)}.",
+                    fix="look for random numbers or branches that depend on the rank",
+                )
+
+    def _different(self, digest: bytes) -> list[int]:
+        gathered: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(gathered, digest, group=self._group)
+        return [rank for rank, other in zip(self._ranks, gathered, strict=True) if other != gathered[0]]
+
+
+def batch_digest(batch: Any) -> bytes:
+    """Returns a digest of a batch: structure, values of tensors and of everything that is plain."""
+    leaves, structure = tree_flatten(batch)
+    digest = hashlib.blake2b(str(structure).encode(), digest_size=16)
+    for leaf in leaves:
+        digest.update(_tensor_digest(leaf) if isinstance(leaf, Tensor) else _plain(leaf).encode())
+    return digest.digest()
+
+
+def _plain(leaf: Any) -> str:
+    """A value as text; an object, whose text may hold its address, by its class."""
+    return repr(leaf) if isinstance(leaf, (bool, int, float, complex, str, bytes, type(None))) else type(leaf).__name__
+
+
+def _tensor_digest(tensor: Tensor) -> bytes:
+    plain = tensor.detach().cpu().contiguous()
+    head = f"{plain.dtype} {tuple(plain.shape)}".encode()
+    digest = hashlib.blake2b(head, digest_size=16)
+    if plain.numel():
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.digest()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _cut(tensor: Tensor) -> bool:
+    """Whether the last axis of its mesh, the tensor axis, cuts it."""
+    return isinstance(tensor, DTensor) and not isinstance(tensor.placements[-1], Replicate)
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))
