@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -118,7 +118,7 @@ def laid_out(source: Tensor, target: Tensor) -> Tensor:
     return filled
 
 
-def is_cut(value: object) -> bool:
+def is_cut(value: object) -> TypeGuard[DTensor | PackedTensor]:
     """Returns whether a value is one rank's part of a tensor that a whole mesh holds."""
     return isinstance(value, DTensor | PackedTensor)
 
@@ -130,10 +130,11 @@ def whole(tensor: Tensor, keep: bool) -> Tensor | None:
         tensor: A plain tensor, a DTensor or a PackedTensor.
         keep: Whether this rank wants it; others take part and get None.
     """
-    local: Any = tensor.detach()
+    local = tensor.detach()
     if is_cut(local):
         # Offloaded shards lie on CPU while their group speaks the mesh's device.
-        local = local.to(local.device_mesh.device_type).full_tensor()
+        on_mesh: Any = local.to(local.device_mesh.device_type)
+        local = on_mesh.full_tensor()
     return local.cpu() if keep else None
 
 

@@ -46,7 +46,7 @@ def optimizer_state(
     state = named(optimizer.state_dict(), names)
     # One order on every rank: torch keeps the order in which state was first made.
     ordered = {name: state["state"][name] for name in _flat(names) if name in state["state"]} | state["state"]
-    return {**state, "state": {name: _packed(value, parameters.get(name), name) for name, value in ordered.items()}}
+    return {**state, "state": _each_tensor(ordered, lambda value, name: packed_like(value, parameters.get(name), name))}
 
 
 def indexed(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,17 +114,18 @@ def destinations(
     """
     into: dict[str, Tensor] = {}
 
-    def made(value: Any, parameter: Tensor | None) -> Any:
+    def made(value: Any, owner: str) -> Any:
         if isinstance(value, Mapping) and _TENSOR in value:
             name = value[_TENSOR]
             if name not in stored:
                 raise CheckpointError(f"the checkpoint has no tensor {name}", fix="load another one, this is damaged")
             entry = stored[name]
-            into[name] = _destination(parameter, entry.size, entry.properties.dtype, value["distributed"])
+            parameter = parameters.get(owner)
+            into[name] = _destination(owner, parameter, entry.size, entry.properties.dtype, value["distributed"])
             return into[name]
-        return _mapped(value, lambda part: made(part, parameter))
+        return _mapped(value, lambda part: made(part, owner))
 
-    return {**state, "state": {name: made(value, parameters.get(name)) for name, value in state["state"].items()}}, into
+    return {**state, "state": {name: made(value, name) for name, value in state["state"].items()}}, into
 
 
 def cut(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -135,12 +136,11 @@ def cut(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str,
         parameters: From ``layout.named_parameters``.
     """
 
-    def made(value: Any, parameter: Tensor | None) -> Any:
-        if isinstance(value, Tensor):
-            return laid_out(value, _destination(parameter, value.shape, value.dtype, value.dim() > 0))
-        return _mapped(value, lambda part: made(part, parameter))
+    def made(value: Tensor, owner: str) -> Tensor:
+        target = _destination(owner, parameters.get(owner), value.shape, value.dtype, value.dim() > 0)
+        return laid_out(value, target)
 
-    return {**state, "state": {name: made(value, parameters.get(name)) for name, value in state["state"].items()}}
+    return {**state, "state": _each_tensor(state["state"], made)}
 
 
 def matched(state: Mapping[str, Any], module: nn.Module, optimizer: Optimizer, where: str) -> dict[str, Any]:
@@ -174,9 +174,10 @@ def matched(state: Mapping[str, Any], module: nn.Module, optimizer: Optimizer, w
     return {"state": state["state"], "param_groups": groups}
 
 
-def load(state: Mapping[str, Any], optimizer: Optimizer) -> None:
+def load_state(state: Mapping[str, Any], optimizer: Optimizer) -> None:
     """Gives a matched state by names, laid out for this rank, to the optimizer."""
-    optimizer.load_state_dict(_mapped(indexed(state), unpacked))
+    shards = _each_tensor(state["state"], lambda value, _: unpacked(value))
+    optimizer.load_state_dict(indexed({**state, "state": shards}))
 
 
 def names_of(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
@@ -208,20 +209,38 @@ def _shown(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
 
 
-def _packed(value: Any, parameter: Tensor | None, where: str) -> Any:
-    return _mapped(value, lambda part: packed_like(part, parameter, f"optimizer state of {where}")) 
-
-
-def _destination(parameter: Any, size: torch.Size, dtype: torch.dtype, distributed: bool) -> Tensor:
-    if is_cut(parameter) and len(size) > 0:
-        if size == parameter.shape:
-            return empty_like(parameter, dtype)
-        if isinstance(parameter, PackedTensor):
-            check_free(size, parameter, "optimizer state")
-        if distributed:
-            mesh = parameter.device_mesh
-            return empty(*size, dtype=dtype, device_mesh=mesh, placements=[Replicate()] * mesh.ndim)
+def _destination(
+    owner: str, parameter: Tensor | None, size: torch.Size, dtype: torch.dtype, distributed: bool
+) -> Tensor:
+    if parameter is None or not is_cut(parameter) or len(size) == 0:
+        return torch.empty(size, dtype=dtype)
+    if size == parameter.shape:
+        return empty_like(parameter, dtype)
+    if isinstance(parameter, PackedTensor):
+        check_free(size, parameter, owner)
+    if distributed:
+        mesh = parameter.device_mesh
+        return empty(*size, dtype=dtype, device_mesh=mesh, placements=[Replicate()] * mesh.ndim)
     return torch.empty(size, dtype=dtype)
+
+
+def _each_tensor(states: Mapping[str, Any], convert: Callable[[Tensor, str], Tensor]) -> dict[str, Any]:
+    """Returns states by parameter name with ``convert(tensor, name)`` in the place of every tensor."""
+
+    def converted(value: Any, owner: str) -> Any:
+        if isinstance(value, Tensor):
+            return convert(value, owner)
+        return _mapped(value, lambda part: converted(part, owner))
+
+    return {name: converted(value, name) for name, value in states.items()}
+
+
+def _mapped(value: Any, convert: Callable[[Any], Any]) -> Any:
+    if isinstance(value, Mapping):
+        return {key: convert(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(convert(part) for part in value)
+    return value
 
 
 def _flat(groups: Sequence[Sequence[Any]]) -> list[Any]:

@@ -20,13 +20,15 @@ from lightning_3d.checkpoint.agreement import together
 from lightning_3d.checkpoint.containers import from_plain
 from lightning_3d.checkpoint.files import resolve
 from lightning_3d.checkpoint.generators import set_random_state
-from lightning_3d.checkpoint.layout import canonical, empty_like, laid_out, module_tensors, parameter_names
-from lightning_3d.checkpoint.optimizers import cut, destinations, indexed, matched, named, names_of
+from lightning_3d.checkpoint.layout import canonical, empty_like, laid_out, module_tensors, named_parameters
+from lightning_3d.checkpoint.optimizers import cut, destinations, load_state, matched, named, names_of
+from lightning_3d.checkpoint.packed import NO_LAYOUTS, unpacked
 from lightning_3d.checkpoint.store import FORMAT, META_FILE, MODULE_KEY, OPTIMIZERS_KEY, OURS, is_remote, local_path
 from lightning_3d.checkpoint.tensors import read_tensors, stored_tensors
 from lightning_3d.errors import CheckpointError
 from lightning_3d.graph.parameters import class_name
 from lightning_3d.log import get_logger, info_once
+from lightning_3d.shards.layout import Layout
 
 _DAMAGED = "load another checkpoint, this one is damaged"
 _SHOWN = 5
@@ -83,7 +85,11 @@ def open_checkpoint(
 
 
 def read_module_state(
-    stored: StoredCheckpoint, module: nn.Module, *, group: dist.ProcessGroup | None
+    stored: StoredCheckpoint,
+    module: nn.Module,
+    *,
+    group: dist.ProcessGroup | None,
+    layouts: Mapping[str, Layout] = NO_LAYOUTS,
 ) -> dict[str, Any]:
     """Reads the module's state as this rank needs it, for hooks that edit it before it is loaded.
 
@@ -91,13 +97,14 @@ def read_module_state(
         stored: An opened checkpoint.
         module: The module it is meant for: tensors with its names and shapes come laid out as its own, others whole.
         group: The ranks that load together, None for one process.
+        layouts: See ``layout.module_state``.
 
     Raises:
         CheckpointError: On every rank, if any rank could not read.
     """
     if stored.whole is not None:
         return {canonical(name): value for name, value in stored.whole.items()} | stored.extra
-    targets = module_tensors(module)
+    targets = module_tensors(module, layouts)
     prefix = f"{MODULE_KEY}."
     state: dict[str, Tensor] = {}
     for flat, entry in (stored.tensors or {}).items():
@@ -110,37 +117,53 @@ def read_module_state(
     return state | stored.extra
 
 
-def load_module_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
+def load_module_state(
+    module: nn.Module, state: Mapping[str, Any], *, strict: bool, layouts: Mapping[str, Layout] = NO_LAYOUTS
+) -> None:
     """Loads a state of shards or whole tensors into the module, each rank its part.
 
     Args:
         module: The module.
         state: From :func:`read_module_state`, possibly edited; whole tensors are the same on every rank.
         strict: Whether names must match exactly (Lightning's ``strict_loading``).
+        layouts: See ``layout.module_state``.
 
     Raises:
         CheckpointError: The state is of another model: names what is missing, unexpected or of another shape.
     """
-    targets = module_tensors(module)
+    targets = module_tensors(module, layouts)
     own_names = {canonical(name): name for name in _state_names(module)}
     fitting: dict[str, Any] = {}
     for name, value in state.items():
         target = targets.get(name)
         fits = isinstance(value, Tensor) and target is not None and target.shape == value.shape
-        fitting[own_names.get(name, name)] = laid_out(value, targets[name]) if fits else value
+        fitting[own_names.get(name, name)] = unpacked(laid_out(value, targets[name]) if fits else value)
     try:
         module.load_state_dict(fitting, strict=strict)
     except RuntimeError as error:
         raise _misfit(module, state, targets, error) from error
 
 
-def load_module(stored: StoredCheckpoint, module: nn.Module, *, strict: bool, group: dist.ProcessGroup | None) -> None:
+def load_module(
+    stored: StoredCheckpoint,
+    module: nn.Module,
+    *,
+    strict: bool,
+    group: dist.ProcessGroup | None,
+    layouts: Mapping[str, Layout] = NO_LAYOUTS,
+) -> None:
     """Loads the weights; see :func:`read_module_state` and :func:`load_module_state`. Every rank calls it."""
-    load_module_state(module, read_module_state(stored, module, group=group), strict=strict)
+    state = read_module_state(stored, module, group=group, layouts=layouts)
+    load_module_state(module, state, strict=strict, layouts=layouts)
 
 
 def load_optimizers(
-    stored: StoredCheckpoint, module: nn.Module, optimizers: Sequence[Optimizer], *, group: dist.ProcessGroup | None
+    stored: StoredCheckpoint,
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    *,
+    group: dist.ProcessGroup | None,
+    layouts: Mapping[str, Layout] = NO_LAYOUTS,
 ) -> None:
     """Loads the states of all optimizers by parameter name. Every rank calls it.
 
@@ -149,6 +172,7 @@ def load_optimizers(
         module: The module, as its optimizers know it.
         optimizers: In the order of ``configure_optimizers``.
         group: The ranks that load together, None for one process.
+        layouts: See ``layout.module_state``.
 
     Raises:
         CheckpointError: Only weights were saved, or another number of optimizers, parameters or groups.
@@ -169,7 +193,7 @@ def load_optimizers(
             matched(_by_name(stored, index, module, optimizer), module, optimizer, f"optimizer {index}")
             for index, optimizer in enumerate(optimizers)
         ]
-        parameters = {name: parameter for parameter, name in parameter_names(module).items()}
+        parameters = named_parameters(module, layouts)
         if stored.tensors is None:
             states = [cut(state, parameters) for state in states]
         else:
@@ -179,7 +203,7 @@ def load_optimizers(
     if stored.tensors is not None:
         read_tensors(Path(stored.path), into, group)
     for optimizer, state in zip(optimizers, states, strict=True):
-        optimizer.load_state_dict(indexed(state))
+        load_state(state, optimizer)
 
 
 def restore_random(stored: StoredCheckpoint, *, rank: int, world: int, device: torch.device) -> None:

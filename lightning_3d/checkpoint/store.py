@@ -22,9 +22,11 @@ from lightning_3d.checkpoint.containers import Plain, to_plain
 from lightning_3d.checkpoint.files import Disk, atomic_path, find_disk
 from lightning_3d.checkpoint.layout import gather_whole
 from lightning_3d.checkpoint.optimizers import group_names, indexed, split
+from lightning_3d.checkpoint.packed import NO_LAYOUTS, packed
 from lightning_3d.checkpoint.tensors import write_tensors
 from lightning_3d.errors import CheckpointError
 from lightning_3d.log import get_logger, info_once
+from lightning_3d.shards.layout import Layout
 
 FORMAT = 1
 META_FILE = "meta.pt"
@@ -54,17 +56,24 @@ class CheckpointState:
     random: Mapping[str, Any] | None = None
 
     @classmethod
-    def of(cls, checkpoint: Mapping[str, Any], random: Mapping[str, Any] | None = None) -> CheckpointState:
+    def of(
+        cls,
+        checkpoint: Mapping[str, Any],
+        random: Mapping[str, Any] | None = None,
+        layouts: Mapping[str, Layout] = NO_LAYOUTS,
+    ) -> CheckpointState:
         """Returns the state that Lightning's ``dump_checkpoint`` collected.
 
         Args:
             checkpoint: The dict that ``Strategy.save_checkpoint`` gets; not changed.
             random: This rank's random states.
+            layouts: From ``layout.every_name``: hooks may have put parameters themselves into the state dict, whose
+                packed ones are turned back to their original order here.
         """
         metadata = {key: value for key, value in checkpoint.items() if key not in (MODULE_KEY, OPTIMIZERS_KEY)}
         return cls(
             metadata=metadata,
-            module=checkpoint.get(MODULE_KEY, {}),
+            module={name: packed(value, layouts.get(name)) for name, value in checkpoint.get(MODULE_KEY, {}).items()},
             optimizers=checkpoint.get(OPTIMIZERS_KEY),
             random=random,
         )

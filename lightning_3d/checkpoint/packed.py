@@ -1,0 +1,246 @@
+"""Packed parameters in a checkpoint: every rank says which original rows it holds, run by run.
+
+On the tensor axis a packed weight (q, k and v in one matrix) is a DTensor that says ``Shard(dim)``, while a rank's part
+is its share of each segment. What DTensor makes of the parts is therefore in another order than the model's own.
+:class:`PackedTensor` stands for such a tensor wherever it leaves or enters a checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from lightning_3d.errors import CheckpointError
+from lightning_3d.mesh.spec import AXES
+from lightning_3d.shards.layout import Layout
+
+# Layouts of a module that has nothing packed.
+NO_LAYOUTS: Mapping[str, Layout] = MappingProxyType({})
+
+_TENSOR_AXIS = next(axis.name for axis in AXES if axis.key == "tensor")
+_aten = torch.ops.aten
+# What may happen to a value of a state dict: it acts on each element alone, so the order does not matter.
+_ELEMENTWISE = (
+    _aten.detach.default,
+    _aten.alias.default,
+    _aten.clone.default,
+    _aten._to_copy.default,
+    _aten.empty_like.default,
+    _aten.copy_.default,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A block of the original tensor that lies in one piece in a rank's part.
+
+    Attributes:
+        offsets: Where the block begins in the original tensor.
+        sizes: Its shape.
+        start: Where it begins in the rank's part, along the packed dim.
+    """
+
+    offsets: torch.Size
+    sizes: torch.Size
+    start: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """A further cut of a rank's part: one of ``count`` chunks of ``dim``, as ``torch.chunk`` cuts."""
+
+    dim: int
+    index: int
+    count: int
+
+
+def held_runs(shape: Sequence[int], layout: Layout, rank: int, size: int, chunks: Sequence[Chunk]) -> tuple[Run, ...]:
+    """Returns which blocks of a packed tensor a rank holds, in the order of its part.
+
+    Args:
+        shape: The original, global shape.
+        layout: How the tensor axis cuts it.
+        rank: The rank's position on the tensor axis.
+        size: The tensor axis' degree.
+        chunks: How other axes cut the tensor rank's part, outermost first.
+    """
+    lengths = list(shape)
+    lengths[layout.dim] = layout.length // size
+    starts = [0] * len(lengths)
+    for chunk in chunks:
+        longest = -(-lengths[chunk.dim] // chunk.count)
+        skipped = min(chunk.index * longest, lengths[chunk.dim])
+        starts[chunk.dim] += skipped
+        lengths[chunk.dim] = min(longest, lengths[chunk.dim] - skipped)
+    if 0 in lengths:
+        return ()
+    runs = []
+    begin, position = starts[layout.dim], 0
+    for origin, length in layout.runs(rank, size):
+        first, last = max(position, begin), min(position + length, begin + lengths[layout.dim])
+        if first < last:
+            offsets, sizes = [*starts], [*lengths]
+            offsets[layout.dim], sizes[layout.dim] = origin + first - position, last - first
+            runs.append(Run(offsets=torch.Size(offsets), sizes=torch.Size(sizes), start=first - begin))
+        position += length
+    return tuple(runs)
+
+
+class PackedTensor(Tensor):
+    """A packed DTensor with the shape and the order of the original tensor. Shares the DTensor's storage.
+
+    It speaks the protocol of torch.distributed.checkpoint for sharded tensors, one chunk for each run of original rows.
+    Copies, casts and moves work as on any tensor.
+
+    Args:
+        shards: A DTensor that is ``Shard(packing.dim)`` on the tensor axis, in the order of the ranks' parts.
+        packing: How the tensor axis cut the original tensor.
+    """
+
+    shards: DTensor
+    packing: Layout
+
+    def __new__(cls, shards: DTensor, packing: Layout) -> PackedTensor:
+        """Makes a tensor of the original shape without memory of its own."""
+        return Tensor._make_wrapper_subclass(cls, shards.shape, dtype=shards.dtype, device=shards.device)
+
+    def __init__(self, shards: DTensor, packing: Layout) -> None:
+        self.shards = cast(DTensor, shards.detach())
+        self.packing = packing
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        tensors = [value for value in args if isinstance(value, Tensor)]
+        packings = {value.packing if isinstance(value, PackedTensor) else None for value in tensors}
+        if func not in _ELEMENTWISE or len(packings) != 1 or None in packings:
+            raise CheckpointError(
+                f"{func.overloadpacket} does not work on the shards of a packed parameter in a state dict",
+                valid="detach, clone, to, copy_ from another packed one, empty_like, full_tensor",
+                fix="compute on tensor.full_tensor(), on every rank, and put the result in its place",
+            )
+        result = func(*(unpacked(value) for value in args), **(kwargs or {}))
+        return args[0] if func is _aten.copy_.default else PackedTensor(result, args[0].packing)
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh that holds the shards."""
+        return self.shards.device_mesh
+
+    def full_tensor(self) -> Tensor:
+        """Returns the whole tensor in its original order. All ranks of the mesh call it together."""
+        size = self.device_mesh.size(_tensor_axis(self.device_mesh))
+        return self.packing.whole(self.shards.full_tensor().chunk(size, self.packing.dim))
+
+    def runs(self) -> tuple[Run, ...]:
+        """Returns which blocks of the original tensor this rank holds."""
+        mesh, placements = self.shards.device_mesh, self.shards.placements
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None, "a rank has state of its own mesh"
+        axis = _tensor_axis(mesh)
+        # Whatever is strided in DTensor's words is a chunk of the tensor rank's part in ours.
+        chunks = [
+            Chunk(dim=cast(Any, placement).dim, index=coordinate[number], count=mesh.size(number))
+            for number, placement in enumerate(placements)
+            if number != axis and not isinstance(placement, Replicate)
+        ]
+        return held_runs(self.shape, self.packing, coordinate[axis], mesh.size(axis), chunks)
+
+    def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.shards.to_local())
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(run.offsets, run.sizes) for run in self.runs()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        dim = self.packing.dim
+        run = next(run for run in self.runs() if run.offsets == index.offset)
+        return self.shards.to_local().narrow(dim, run.start, run.sizes[dim])
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"PackedTensor({tuple(self.shape)}, {self.dtype}, {self.packing})"
+
+
+def packed(value: Any, layout: Layout | None) -> Any:
+    """Returns what stands for a parameter in a checkpoint: a packed one's shards in original order, others as they are.
+
+    Args:
+        value: A parameter or a state dict's value for it.
+        layout: How the tensor axis cuts it, None if it does not.
+    """
+    if layout is None or not layout.packed or not isinstance(value, DTensor):
+        return value
+    if _TENSOR_AXIS not in (value.device_mesh.mesh_dim_names or ()):
+        return value
+    placement = value.placements[_tensor_axis(value.device_mesh)]
+    assert placement.is_shard(layout.dim), f"{placement} on the tensor axis for a parameter packed on {layout}"
+    return PackedTensor(value, layout)
+
+
+def packed_like(value: Tensor, parameter: Tensor | None, owner: str) -> Tensor:
+    """Returns what stands for a tensor of a parameter's optimizer state in a checkpoint.
+
+    Args:
+        value: The tensor.
+        parameter: What stands for the parameter.
+        owner: The parameter's name, for errors.
+
+    Raises:
+        CheckpointError: The parameter is packed, and the tensor holds its rows in a form whose order is not known.
+    """
+    if not isinstance(parameter, PackedTensor) or not isinstance(value, DTensor):
+        return value
+    if value.shape == parameter.shape and value.placements == parameter.shards.placements:
+        return PackedTensor(value, parameter.packing)
+    check_free(value.shape, parameter, owner)
+    return value
+
+
+def check_free(shape: torch.Size, parameter: PackedTensor, owner: str) -> None:
+    """Refuses a state tensor that is not shaped as its packed parameter but holds something for each packed row.
+
+    Args:
+        shape: The state tensor's shape.
+        parameter: What stands for the parameter.
+        owner: The parameter's name.
+
+    Raises:
+        CheckpointError: Names the parameter and both shapes.
+    """
+    if parameter.packing.length in shape[: parameter.packing.dim + 1]:
+        raise CheckpointError(
+            f"{owner} of shape {tuple(parameter.shape)} is cut on {parameter.packing}, and its optimizer keeps state "
+            f"of shape {tuple(shape)}, whose original order is not known",
+            fix=f"an optimizer whose state has the parameter's shape (AdamW, SGD), or tensor_plan={{{owner!r}: "
+            "'replicate'}",
+        )
+
+
+def unpacked(value: Any) -> Any:
+    """Returns the DTensor behind a packed value, other values as they are."""
+    return value.shards if isinstance(value, PackedTensor) else value
+
+
+def _tensor_axis(mesh: DeviceMesh) -> int:
+    assert mesh.mesh_dim_names is not None
+    return mesh.mesh_dim_names.index(_TENSOR_AXIS)
