@@ -27,23 +27,15 @@ from lightning_3d.errors import ConfigError
 _NOT_AVAILABLE = frozenset(
     {
         "pipeline_parallel_size",
-        "tensor_parallel_size",
         "pipeline_schedule",
         "stages_per_rank",
         "layers_per_stage",
         "pipeline_stack",
-        "sequence_parallel",
-        "tensor_plan",
-        "pad_vocabulary",
-        "replay",
-        "tensor_random",
         "activation_checkpointing",
-        "compile",
         "on_nonfinite",
         "pretrained",
         "pretrained_strict",
         "async_save",
-        "check_replicas",
     }
 )
 
@@ -222,6 +214,7 @@ class RunConfig:
         seed: Seed of every generator; None leaves them alone.
         train: Fit the model.
         test: Test the best checkpoint of the fit, or ``ckpt_path`` without a fit.
+        explain: Print the plan before training.
         ckpt_path: Checkpoint to resume from.
         optimized_metric: Name of the logged metric that the job returns to a sweeper.
     """
@@ -230,6 +223,7 @@ class RunConfig:
     seed: int | None = 0
     train: bool = True
     test: bool = True
+    explain: bool = False
     ckpt_path: str | None = None
     optimized_metric: str | None = None
 
