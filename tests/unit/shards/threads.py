@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from lightning_3d.shards.group import ShardGroup
 from lightning_3d.shards.layout import join, take
 from lightning_3d.shards.threads import ThreadShardGroup, run_threads
 
-__all__ = ["ThreadShardGroup", "leaf", "run_threads", "whole"]
+__all__ = ["ThreadShardGroup", "compare", "leaf", "run_threads", "whole"]
 
 
 def leaf(tensor: Tensor, dim: int, group: ShardGroup, segments: Sequence[int] | None = None) -> Tensor:
@@ -22,3 +24,44 @@ def leaf(tensor: Tensor, dim: int, group: ShardGroup, segments: Sequence[int] | 
 def whole(parts: Sequence[Tensor], dim: int, segments: Sequence[int] | None = None) -> Tensor:
     """Puts the parts of all ranks together."""
     return join(parts, dim, segments or (sum(part.shape[dim] for part in parts),))
+
+
+def compare(
+    ours: Callable[[Tensor, ShardGroup], Tensor],
+    theirs: Callable[[Tensor], Tensor],
+    tensor: Tensor,
+    *,
+    dim: int,
+    size: int,
+    sharded: bool = False,
+    tolerance: float = 1e-12,
+) -> None:
+    """Asserts that results and gradients of thread ranks are those of one device, absolutely and relatively.
+
+    Args:
+        ours: Gets a rank's part.
+        theirs: Gets the whole tensor.
+        tensor: The whole tensor.
+        dim: The dim that is cut.
+        size: Number of ranks.
+        sharded: Whether results are parts too, cut along the same dim, else replicated.
+        tolerance: For both.
+    """
+    one = tensor.clone().requires_grad_()
+    expected = theirs(one)
+    seed = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=expected.dtype)
+    expected.backward(seed)
+    assert one.grad is not None
+
+    def fn(group: ThreadShardGroup) -> tuple[Tensor, Tensor]:
+        local = leaf(tensor, dim, group)
+        result = ours(local, group)
+        result.backward(take(seed, dim, (seed.shape[dim],), group.rank, group.size) if sharded else seed)
+        assert local.grad is not None
+        return result.detach(), local.grad
+
+    results, gradients = zip(*run_threads(size, fn), strict=True)
+    close = functools.partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance, equal_nan=True)
+    for result in [whole(results, dim)] if sharded else results:
+        close(result, expected.detach())
+    close(whole(gradients, dim), one.grad)
