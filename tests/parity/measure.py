@@ -14,8 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_3d import Mesh3DPrecision, Mesh3DStrategy
-from tests.parity.models import build, global_batches
+from tests.parity.catalog import build, global_batches
 from tests.parity.table import BATCHES, SAMPLES_PER_RANK, Reference, Row
+from tests.parity.tensor_table import TensorRow
+
+Run = Row | TensorRow | Reference
 
 CLIP = 0.5
 
@@ -48,7 +51,7 @@ class Recorder(Callback):
         self.record = Record()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.record.start = whole(dict(pl_module.named_parameters()))
+        self.record.start = whole(dict(pl_module.named_parameters()), trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -59,28 +62,32 @@ class Recorder(Callback):
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         gradients = {name: p.grad for name, p in pl_module.named_parameters() if p.grad is not None}
-        self.record.gradients.append(whole(gradients))
+        self.record.gradients.append(whole(gradients, trainer))
         flat = [gradient.double().flatten() for gradient in self.record.gradients[-1].values()]
         self.record.norms.append(float(torch.cat(flat).norm()))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.record.parameters = whole(dict(pl_module.named_parameters()))
+        self.record.parameters = whole(dict(pl_module.named_parameters()), trainer)
         self.record.logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-def whole(tensors: dict[str, Any]) -> dict[str, Tensor]:
-    """Returns full copies of tensors or DTensors."""
-    full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+def whole(tensors: dict[str, Any], trainer: Trainer | None = None) -> dict[str, Tensor]:
+    """Returns full copies of a module's tensors or DTensors, packed ones as the module had them."""
+    strategy = None if trainer is None else trainer.strategy
+    if isinstance(strategy, Mesh3DStrategy):
+        full = {name: strategy.full_tensor(name, tensor) for name, tensor in tensors.items()}
+    else:
+        full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
     return {name: tensor.detach().double().clone() for name, tensor in full.items()}
 
 
-def train(rank: int, world: int, run: Row | Reference) -> Record | None:
+def train(rank: int, world: int, run: Run) -> Record | None:
     """Runs a row or a reference; rank 0 returns the record."""
     dtype = torch.float64 if run.precision == "64-true" else torch.float32
-    samples = SAMPLES_PER_RANK * run.world * run.microbatches
+    samples = SAMPLES_PER_RANK * run.data * run.microbatches
     batches = global_batches(run.model, BATCHES[run.accumulate], samples, dtype)
-    share = samples // world
-    mine = [tuple(tensor[rank * share : (rank + 1) * share] for tensor in batch) for batch in batches]
+    share, at = samples * run.tensor // world, rank // run.tensor
+    mine = [tuple(tensor[at * share : (at + 1) * share] for tensor in batch) for batch in batches]
     L.seed_everything(5, verbose=False)
     recorder = Recorder()
     trainer = fit(build(run.model), mine, recorder, world=world, run=run)
@@ -89,9 +96,7 @@ def train(rank: int, world: int, run: Row | Reference) -> Record | None:
     return record if rank == 0 else None
 
 
-def fit(
-    module: LightningModule, batches: list[Any], recorder: Callback, *, world: int, run: Row | Reference
-) -> Trainer:
+def fit(module: LightningModule, batches: list[Any], recorder: Callback, *, world: int, run: Run) -> Trainer:
     """Fits one epoch with clipping on the CPU and returns the Trainer."""
     trainer = L.Trainer(
         accelerator="cpu",
@@ -169,6 +174,7 @@ def error(found: Tensor, expected: Tensor, largest: float) -> float:
     return float((found - expected).abs().max()) / (own if own >= 1e-6 * largest else largest)
 
 
+FP32 = Difference(loss=1e-5, norm=1e-5, gradient=1e-5, parameter=1e-4)
 FP64 = Difference(loss=1e-12, norm=1e-12, gradient=1e-11, parameter=1e-10)
 
 

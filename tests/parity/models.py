@@ -6,7 +6,6 @@ Each builder returns a LightningModule whose step takes a tuple of tensors, and 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import lightning as L
 import torch
@@ -193,19 +192,3 @@ MODELS: dict[str, tuple[Callable[[], Learner], Callable[[int, torch.Generator], 
     "nn.TransformerEncoder": (lambda: Classifier(SequenceClassifier()), _labelled),
     "ConvNet with BatchNorm": (lambda: Classifier(conv_net()), _images),
 }
-
-
-def build(name: str, seed: int = 0) -> Learner:
-    """Returns a model with the same weights in every process."""
-    torch.manual_seed(seed)
-    return MODELS[name][0]()
-
-
-def global_batches(name: str, count: int, samples: int, dtype: torch.dtype = torch.float32) -> list[Batch]:
-    """Returns ``count`` batches of all data ranks together, equal in every process."""
-    generator = torch.Generator().manual_seed(11)
-    make: Any = MODELS[name][1]
-    return [
-        tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in make(samples, generator))
-        for _ in range(count)
-    ]

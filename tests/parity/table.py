@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from tests.parity.models import MODELS
 
@@ -34,10 +35,17 @@ class Row:
     precision: str
     microbatches: int = 1
 
+    tensor: ClassVar[int] = 1
+
     @property
-    def world(self) -> int:
+    def data(self) -> int:
         """Data ranks of the mesh."""
         return ZERO[self.zero]
+
+    @property
+    def world(self) -> int:
+        """Processes."""
+        return self.data
 
     @property
     def strategy(self) -> dict[str, object]:
@@ -56,9 +64,21 @@ class Row:
             model=self.model,
             accumulate=self.accumulate,
             precision=self.precision,
-            world=self.world,
+            data=self.data,
             microbatches=self.microbatches,
         )
+
+    @property
+    def mesh(self) -> str:
+        """The mesh in words."""
+        return f"data {self.data}, zero {self.zero}"
+
+    @property
+    def options(self) -> str:
+        """What is on beside the mesh."""
+        found = [f"accumulate {self.accumulate}"] if self.accumulate > 1 else []
+        found += [f"microbatches {self.microbatches}"] if self.microbatches > 1 else []
+        return ", ".join(found)
 
     def __str__(self) -> str:
         micro = f" microbatches {self.microbatches}" if self.microbatches > 1 else ""
@@ -72,13 +92,14 @@ class Reference:
     model: str
     accumulate: int
     precision: str
-    world: int
+    data: int
     microbatches: int
+    tensor: ClassVar[int] = 1
 
     @property
     def strategy(self) -> dict[str, object]:
         """Arguments of the strategy: as many micro-batches as the mesh has in all."""
-        return {"num_microbatches": self.world * self.microbatches}
+        return {"num_microbatches": self.data * self.microbatches}
 
     def in_fp32(self) -> Reference:
         """The same run in fp32, to measure how far the precision itself is off."""
@@ -86,7 +107,7 @@ class Reference:
             model=self.model,
             accumulate=self.accumulate,
             precision="32-true",
-            world=self.world,
+            data=self.data,
             microbatches=self.microbatches,
         )
 

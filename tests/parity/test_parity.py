@@ -8,6 +8,8 @@ import torch
 from tests.parity.models import MODELS
 from tests.parity.run import Prover, record
 from tests.parity.table import ACCUMULATE, PRECISIONS, ZERO, Row, quick_rows
+from tests.parity.tensor_models import TENSOR_MODELS
+from tests.parity.tensor_table import TensorRow, quick_tensor_rows
 
 
 @pytest.fixture(scope="module")
@@ -17,8 +19,8 @@ def prover() -> Prover:
 
 @pytest.mark.spmd
 @pytest.mark.parity
-@pytest.mark.parametrize("row", list(quick_rows()), ids=str)
-def test_row_equals_one_device(row: Row, prover: Prover) -> None:
+@pytest.mark.parametrize("row", [*quick_rows(), *quick_tensor_rows()], ids=str)
+def test_row_equals_one_device(row: Row | TensorRow, prover: Prover) -> None:
     result = prover.prove(row)
     assert result.equal, f"{result.difference}\nbounds: {result.bounds}"
 
@@ -29,6 +31,7 @@ def test_subset_covers_every_value() -> None:
     assert {row.zero for row in rows} == set(ZERO)
     assert {row.precision for row in rows} == set(PRECISIONS)
     assert {row.accumulate for row in rows} == set(ACCUMULATE)
+    assert {row.model for row in quick_tensor_rows()} == set(TENSOR_MODELS)
 
 
 @pytest.mark.spmd

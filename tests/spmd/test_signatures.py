@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from tests.parity.measure import whole
-from tests.parity.models import NextToken, build, global_batches
+from tests.parity.catalog import build, global_batches
+from tests.parity.models import NextToken
 from tests.spmd.fits import loader, share, trainer
 from tests.spmd.pool import run_spmd
 

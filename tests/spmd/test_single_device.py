@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from lightning_3d import Mesh3DStrategy
 from tests.parity.measure import whole
-from tests.parity.models import VOCABULARY, NextToken, global_batches
+from tests.parity.catalog import global_batches
+from tests.parity.models import VOCABULARY, NextToken
 from tests.spmd.fits import loader, normal, trainer
 from tests.spmd.pool import run_spmd
 

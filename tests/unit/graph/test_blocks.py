@@ -4,7 +4,7 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 from lightning_3d.graph.blocks import containers, find_stacks, outer_modules
-from tests.parity.models import build
+from tests.parity.catalog import build
 
 
 def test_stacks_of_models_nobody_changed() -> None:

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from lightning_3d.graph.parameters import parameter_table
-from tests.parity.models import build
+from tests.parity.catalog import build
 
 
 def test_a_tied_parameter_stands_once_with_all_its_names() -> None:

@@ -10,7 +10,7 @@ from lightning_3d.graph.parameters import parameter_table
 from lightning_3d.parallel.data.plan import DataPlan, plan_data, shard_units, unit_parameters
 from lightning_3d.parallel.data.scalars import scalar_parameters
 from lightning_3d.parallel.data.zero import ZeroStage
-from tests.parity.models import build
+from tests.parity.catalog import build
 
 
 class Stacked(nn.Module):
