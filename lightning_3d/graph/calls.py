@@ -2,18 +2,44 @@
 
 The class of the module is swapped for a subclass whose ``__call__`` hands over to a handler. Parameters, hooks and
 ``forward`` stay as they are; the handler stands outside all hooks, those of FSDP2 included. Other methods are shadowed
-by an attribute of the instance, which leaves the user's class alone.
+by an attribute of the instance, which leaves the user's class alone; ``forward`` too, inside all hooks.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 from torch import nn
 
-Handler = Callable[[Callable[[], Any]], Any]
 _HANDLER = "_mesh_3d_call_handler"
+_FORWARD_HANDLER = "_mesh_3d_forward_handler"
+_FORWARD = "forward"
+
+
+@dataclass(slots=True)
+class Call:
+    """A call that a handler was handed: it makes it as it is by calling it, or with other arguments.
+
+    Attributes:
+        function: What is called.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __call__(self) -> Any:
+        """Makes the call as it is."""
+        return self.function(*self.args, **self.kwargs)
+
+
+Handler = Callable[[Call], Any]
 
 
 def around_calls(module: nn.Module, handler: Handler) -> None:
@@ -29,9 +55,31 @@ def around_calls(module: nn.Module, handler: Handler) -> None:
     module.__class__ = type(cls.__name__, (cls,), names)
 
 
+def around_forward(module: nn.Module, handler: Handler) -> None:
+    """Makes ``forward`` of ``module`` go through ``handler(call)``, inside all hooks of its calls.
+
+    A second handler of the same module replaces the first.
+    """
+    attributes = module.__dict__
+    if _FORWARD_HANDLER not in attributes:
+        own = attributes.get(_FORWARD)
+
+        @functools.wraps(type(module).forward)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            inner = MethodType(type(self).forward, self) if own is None else own
+            handler: Handler | None = self.__dict__.get(_FORWARD_HANDLER)
+            return inner(*args, **kwargs) if handler is None else handler(Call(inner, args, kwargs))
+
+        # Bound to the module, so that a copy of it calls its own.
+        attributes[_FORWARD] = MethodType(forward, module)
+    attributes[_FORWARD_HANDLER] = handler
+
+
 def plain_calls(module: nn.Module) -> None:
-    """Takes the handler of ``module`` away; calls are what they were before."""
+    """Takes the handlers of ``module`` away; calls are what they were before."""
     module.__dict__.pop(_HANDLER, None)
+    if _FORWARD_HANDLER in module.__dict__:
+        module.__dict__[_FORWARD_HANDLER] = None
 
 
 def shadow(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[[], None]:
@@ -55,4 +103,4 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     handler: Handler | None = self.__dict__.get(_HANDLER)
     if handler is None:
         return call(*args, **kwargs)
-    return handler(lambda: call(*args, **kwargs))
+    return handler(Call(call, args, kwargs))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_3d.graph.calls import around_calls, plain_calls, shadow
+from lightning_3d.graph.calls import Call, around_calls, around_forward, plain_calls, shadow
 
 
 def doubled(call: Callable[[], Any]) -> Any:
@@ -63,6 +64,45 @@ def test_other_instances_are_left_alone() -> None:
     around_calls(one, doubled)
     assert two(1) == 1
     assert type(two) is nn.Identity
+
+
+def test_handlers_see_and_change_the_arguments() -> None:
+    class Scaled(nn.Module):
+        def forward(self, inputs: torch.Tensor, *, factor: float = 1.0) -> torch.Tensor:
+            return factor * inputs
+
+    def tripled(call: Call) -> Any:
+        return call.function(*call.args, **{**call.kwargs, "factor": 3.0})
+
+    module = Scaled()
+    around_calls(module, tripled)
+    assert module(torch.ones(())) == 3
+    assert module.forward(torch.ones(())) == 1
+
+
+def test_forward_goes_through_its_handler_inside_the_hooks() -> None:
+    layer, inputs = nn.Linear(2, 2), torch.ones(1, 2)
+    plain, seen = layer(inputs), []
+    around_calls(layer, lambda call: (seen.append("call"), call())[1])
+    around_forward(layer, lambda call: (seen.append("forward"), call())[1])
+    layer.register_forward_pre_hook(lambda *args: seen.append("before"))
+    assert torch.equal(layer(inputs), plain)
+    assert seen == ["call", "before", "forward"]
+    assert list(inspect.signature(layer.forward).parameters) == ["input"]
+    other = copy.deepcopy(layer)
+    nn.init.zeros_(layer.weight)
+    assert torch.equal(other(inputs), plain)
+    around_forward(layer, doubled)
+    assert torch.equal(layer(inputs), 2 * nn.functional.linear(inputs, layer.weight, layer.bias))
+    plain_calls(layer)
+    assert torch.equal(layer(inputs), nn.functional.linear(inputs, layer.weight, layer.bias))
+
+
+def test_a_forward_of_the_instance_stays() -> None:
+    module = nn.Identity()
+    module.forward = lambda inputs: inputs + 1
+    around_forward(module, doubled)
+    assert module(1) == 4
 
 
 def test_shadowed_methods_come_back() -> None:
