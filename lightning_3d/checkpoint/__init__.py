@@ -1,5 +1,6 @@
 """Checkpoints: metadata as plain data (`containers`), whole or not at all (`files`, `agreement`), names and layouts.
 
-`layout` and `optimizers` say what a module's and an optimizer's tensors are called and how they are cut, `tensors`
-speaks to torch.distributed.checkpoint, `store` saves a checkpoint, `restore` loads one.
+`layout` and `optimizers` say what a module's and an optimizer's tensors are called and how they are cut, `packed` keeps
+the original order where the tensor axis changed it, `tensors` speaks to torch.distributed.checkpoint, `store` saves a
+checkpoint, `restore` loads one.
 """

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.checkpoint.packed import NO_LAYOUTS, PackedTensor, packed
+from lightning_3d.checkpoint.packed import NO_LAYOUTS, PackedTensor, gathered, packed
 from lightning_3d.shards.layout import Layout
 
 # Wrappers that other libraries put around a module; a checkpoint does not know of them.
@@ -134,7 +134,7 @@ def whole(tensor: Tensor, keep: bool) -> Tensor | None:
     if is_cut(local):
         # Offloaded shards lie on CPU while their group speaks the mesh's device.
         on_mesh: Any = local.to(local.device_mesh.device_type)
-        local = on_mesh.full_tensor()
+        local = gathered(on_mesh) if isinstance(on_mesh, DTensor) else on_mesh.full_tensor()
     return local.cpu() if keep else None
 
 

@@ -142,7 +142,7 @@ class PackedTensor(Tensor):
     def full_tensor(self) -> Tensor:
         """Returns the whole tensor in its original order. All ranks of the mesh call it together."""
         size = self.device_mesh.size(_tensor_axis(self.device_mesh))
-        return self.packing.whole(self.shards.full_tensor().chunk(size, self.packing.dim))
+        return self.packing.whole(gathered(self.shards).chunk(size, self.packing.dim))
 
     def runs(self) -> tuple[Run, ...]:
         """Returns which blocks of the original tensor this rank holds."""
@@ -234,6 +234,16 @@ def check_free(shape: torch.Size, parameter: PackedTensor, owner: str) -> None:
             fix=f"an optimizer whose state has the parameter's shape (AdamW, SGD), or tensor_plan={{{owner!r}: "
             "'replicate'}",
         )
+
+
+def gathered(shards: DTensor) -> Tensor:
+    """Returns what DTensor takes for the whole tensor. All ranks of the mesh call it together."""
+    placements = [*shards.placements]
+    # One axis after the other, chunks of the ranks' parts first; torch warns of a redistribution of several.
+    for axis in range(len(placements)):
+        placements[axis] = Replicate()
+        shards = shards.redistribute(placements=placements)
+    return shards.to_local()
 
 
 def unpacked(value: Any) -> Any:
