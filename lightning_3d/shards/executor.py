@@ -14,8 +14,6 @@ from lightning_3d.shards.refusal import Unshardable
 from lightning_3d.shards.rules import PROPERTIES, RULES
 from lightning_3d.shards.tensor import ShardTensor
 
-_NO_ARGUMENTS: Mapping[str, Any] = {}
-
 
 class Shard(ShardTensor):
     """A shard on which training runs.
@@ -27,8 +25,8 @@ class Shard(ShardTensor):
     __slots__ = ()
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        return dispatch(func, args, kwargs or _NO_ARGUMENTS)
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return dispatch(func, args, kwargs) if kwargs else dispatch(func, args, {})
 
 
 def dispatch(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -38,6 +36,8 @@ def dispatch(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
     rule = RULES.get(function)
     if rule is None:
         return run_gathered(function, args, kwargs, "there is no rule for it")
+    if kwargs.get("out") is not None:
+        return run_gathered(function, args, kwargs, "the result has a place already")
     try:
         return rule(*args, **kwargs)
     except Unshardable as refusal:
@@ -59,11 +59,11 @@ def _as_method(function: Callable[..., Any], rule: Callable[..., Any]) -> Callab
 
 
 def _equip(cls: type[Shard]) -> None:
-    """Makes every rule of a tensor's method a method of the class."""
-    for function, rule in RULES.items():
-        name = getattr(function, "__name__", "")
-        if getattr(Tensor, name, None) is function and name not in ShardTensor.__dict__:
-            setattr(cls, name, _as_method(function, rule))
+    """Makes every rule of a tensor's method a method of the class, under all its names."""
+    for name in dir(Tensor):
+        function = getattr(Tensor, name)
+        if callable(function) and function in RULES and name not in vars(ShardTensor):
+            setattr(cls, name, _as_method(function, RULES[function]))
     for name, read in PROPERTIES.items():
         setattr(cls, name, property(read))
 

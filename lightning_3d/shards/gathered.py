@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 def run_gathered(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], reason: str) -> Any:
-    """Returns ``function(*args, **kwargs)`` with every shard gathered; in-place results are cut again.
+    """Returns ``function(*args, **kwargs)`` with every shard gathered; what was written to is cut again.
 
     Args:
         function: A function of torch.
@@ -34,25 +34,26 @@ def run_gathered(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
         reason: Why it cannot run on the shards.
 
     Raises:
-        ModuleError: The function reads memory itself.
+        ModuleError: The function reads memory itself, or gives a shard another shape in place.
     """
     name = getattr(function, "__name__", str(function))
-    shards = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ShardTensor)]
+    shards = _shards((args, kwargs))
     if name in _POINTERS:
         raise ModuleError(
             f"{name} at {user_line()} reads the memory of a tensor that is cut over the tensor-parallel ranks.",
             fix="tensor_plan={'<module that computes it>': 'replicate'}, or torch.library.custom_op around the kernel",
         )
     _tell(name, reason, shards)
-    whole_args, whole_kwargs = pytree.tree_map_only(ShardTensor, gathered, (args, dict(kwargs)))
-    if not (_writes(name) and args and isinstance(args[0], ShardTensor)):
-        return function(*whole_args, **whole_kwargs)
-    target = args[0]
-    written = whole_args[0].clone()
-    result = function(written, *whole_args[1:], **whole_kwargs)
-    # Into the local tensor, so that what shares its memory sees the change.
-    target._local.copy_(nodes.part(written, target._group, target._dim, target._segments))
-    return None if result is None else target
+    wholes = {id(shard): _tracked(shard) for shard in shards}
+    versions = {key: whole._version for key, whole in wholes.items()}
+    whole_args, whole_kwargs = pytree.tree_map_only(ShardTensor, lambda shard: wholes[id(shard)], (args, dict(kwargs)))
+    result = function(*whole_args, **whole_kwargs)
+    for shard in shards:
+        whole = wholes[id(shard)]
+        if whole._version != versions[id(shard)]:
+            _write_back(shard, whole, name)
+            result = shard if result is whole else result
+    return result
 
 
 def gathered(shard: ShardTensor) -> Tensor:
@@ -71,17 +72,33 @@ def user_line() -> str:
     return "an unknown place"
 
 
-def _writes(name: str) -> bool:
-    dunder = name.startswith("__")
-    return name == "__setitem__" or (dunder and name[2] == "i" and name != "__invert__") or _in_place(name, dunder)
+def _shards(arguments: Any) -> list[ShardTensor]:
+    """Returns every shard among the arguments once, in order."""
+    found = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, ShardTensor)]
+    return list({id(shard): shard for shard in found}.values())
 
 
-def _in_place(name: str, dunder: bool) -> bool:
-    return name.endswith("_") and not dunder
+def _tracked(shard: ShardTensor) -> Tensor:
+    """Returns the whole tensor, with a version that counts what is written to it."""
+    if not torch.is_inference_mode_enabled():
+        return gathered(shard)
+    with torch.inference_mode(False), torch.no_grad():
+        return gathered(shard)
 
 
-def _tell(name: str, reason: str, shards: list[ShardTensor]) -> None:
+def _write_back(shard: ShardTensor, whole: Tensor, name: str) -> None:
+    if whole.shape != shard.shape or whole.dtype != shard.dtype:
+        raise ModuleError(
+            f"{name} at {user_line()} changes shape or dtype, in place, of a tensor that is cut over the "
+            "tensor-parallel ranks.",
+            fix=f"the form that is not in place: {name.rstrip('_')}",
+        )
+    # Into the local tensor, so that what shares its memory sees the change.
+    shard._local.copy_(nodes.part(whole, shard._group, shard._dim, shard._segments))
+
+
+def _tell(name: str, reason: str, shards: Iterable[ShardTensor]) -> None:
     """Tells of this gather, once for its place."""
     place, size = user_line(), sum(shard.nbytes for shard in shards)
-    if shards[0]._group.first_gather(name, place):
+    if all(shard._group.first_gather(name, place) for shard in shards):
         _log.info("%s gathers %s at each call, at %s: %s", name, format_bytes(size), place, reason)

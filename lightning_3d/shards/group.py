@@ -14,8 +14,9 @@ from torch import Tensor
 
 from lightning_3d.shards.layout import join
 
-# How many replicated tensors share the sum of their gradients at a time: one for q, k and v, one for a cross-attention.
-_SHARED_COPIES = 2
+# How many replicated tensors share the sum of their gradients at a time: the input of q, k and v, that of a
+# cross-attention, and weights of norms that are used between them.
+_SHARED_COPIES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +48,7 @@ class ShardGroup(ABC):
         self.rank = rank
         self.options = options or ShardOptions()
         self._copies: deque[tuple[weakref.ref[Tensor], int, Tensor]] = deque(maxlen=_SHARED_COPIES)
+        self._rows: dict[int, tuple[int, ...]] = {}
         self._gathers: set[tuple[str, str]] = set()
 
     @abstractmethod
@@ -67,14 +69,24 @@ class ShardGroup(ABC):
 
     def shared_copy(self, value: Tensor) -> Tensor | None:
         """Returns the copy that was kept for exactly this tensor, so that its gradients are summed once."""
-        for reference, version, copy in self._copies:
+        for index, (reference, version, copy) in enumerate(self._copies):
             if reference() is value and version == value._version:
+                del self._copies[index]
+                self.keep_copy(value, copy)
                 return copy
         return None
 
     def keep_copy(self, value: Tensor, copy: Tensor) -> None:
         """Remembers a copy for the next few operations."""
         self._copies.append((weakref.ref(value), value._version, copy))
+
+    def rows_of(self, length: int) -> tuple[int, ...] | None:
+        """Returns the segments of the rows that were flattened to this many and gathered last, if any were."""
+        return self._rows.get(length)
+
+    def keep_rows(self, segments: tuple[int, ...]) -> None:
+        """Remembers how rows are cut, for the sum that gives as many of them back."""
+        self._rows[sum(segments)] = segments
 
     def first_gather(self, operation: str, place: str) -> bool:
         """Returns whether an operation without a rule is met at a place for the first time, and remembers it."""
@@ -85,6 +97,7 @@ class ShardGroup(ABC):
     def forget_copies(self) -> None:
         """Lets the copies go: at the end of a step, and around anything that is recomputed."""
         self._copies.clear()
+        self._rows.clear()
 
 
 class ProcessShardGroup(ShardGroup):

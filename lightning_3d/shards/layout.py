@@ -75,3 +75,10 @@ def join(parts: Sequence[Tensor], dim: int, segments: Sequence[int]) -> Tensor:
     lengths = [segment // len(parts) for segment in segments]
     cut = [part.split(lengths, dim) for part in parts]
     return torch.cat([pieces[index] for index in range(len(segments)) for pieces in cut], dim)
+
+
+def by_rank(whole: Tensor, dim: int, segments: Sequence[int], size: int) -> Tensor:
+    """Returns a whole tensor in the order of the ranks: the part of each in one run."""
+    if len(segments) == 1:
+        return whole
+    return torch.cat([take(whole, dim, segments, rank, size) for rank in range(size)], dim)

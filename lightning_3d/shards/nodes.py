@@ -2,7 +2,8 @@
 
 Each is one call in torch's function protocol: a TorchFunctionMode sees the node and never looks inside. A gradient of a
 replicated value is the same on all ranks; a gradient of a part is the part of the whole gradient. Sums of gradients are
-in the nodes where one replicated value was used on many parts.
+in the nodes where one replicated value was used on many parts. Nodes come in pairs, each the backward of the other:
+copy and reduce, gather and part, reduce_part and gather_sum. So gradients of gradients are exact too.
 
 After Shoeybi et al. 2019, "Megatron-LM", section 3 (f and g), and Korthikanti et al. 2022, "Reducing Activation
 Recomputation in Large Transformer Models", section 4.2 (their sequence-parallel forms).
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from lightning_3d.shards.group import ShardGroup
-from lightning_3d.shards.layout import take
+from lightning_3d.shards.layout import by_rank, take
 
 Segments = tuple[int, ...]
 
@@ -50,11 +51,11 @@ def part(whole: Tensor, group: ShardGroup, dim: int, segments: Segments) -> Tens
     return _applied(_Part, whole, group, dim, segments)
 
 
-def reduce_part(value: Tensor, group: ShardGroup, dim: int) -> Tensor:
+def reduce_part(value: Tensor, group: ShardGroup, dim: int, segments: Segments) -> Tensor:
     """Returns this rank's part, along ``dim``, of the sum of partial results."""
     if has_torch_function_unary(value):
-        return _handled(reduce_part, value, group, dim)
-    return _applied(_ReducePart, value, group, dim)
+        return _handled(reduce_part, value, group, dim, segments)
+    return _applied(_ReducePart, value, group, dim, segments)
 
 
 def gather_sum(part: Tensor, group: ShardGroup, dim: int, segments: Segments) -> Tensor:
@@ -81,18 +82,19 @@ class _Copy(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return ctx.group.sum(gradient), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return reduce(gradient, ctx.group), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: ShardGroup) -> Tensor:
+        ctx.group = group
         return group.sum(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return copy(gradient, ctx.group), None
 
 
 class _Gather(torch.autograd.Function):
@@ -102,9 +104,8 @@ class _Gather(torch.autograd.Function):
         return group.gather(own, dim, segments)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        own = take(gradient, ctx.dim, ctx.segments, ctx.group.rank, ctx.group.size)
-        return own.contiguous(), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return part(gradient, ctx.group, ctx.dim, ctx.segments), None, None, None
 
 
 class _Part(torch.autograd.Function):
@@ -112,31 +113,31 @@ class _Part(torch.autograd.Function):
     def forward(ctx: Any, whole: Tensor, group: ShardGroup, dim: int, segments: Segments) -> Tensor:
         ctx.group, ctx.dim, ctx.segments = group, dim, segments
         # A copy: a view would let an operation in place on the part change the whole on this rank alone.
-        return take(whole, dim, segments, group.rank, group.size).clone()
+        own = take(whole, dim, segments, group.rank, group.size)
+        return own.clone(memory_format=torch.contiguous_format)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return ctx.group.gather(gradient, ctx.dim, ctx.segments), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return gather(gradient, ctx.group, ctx.dim, ctx.segments), None, None, None
 
 
 class _ReducePart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, group: ShardGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim, ctx.length = group, dim, value.shape[dim]
-        return group.sum_part(value, dim)
+    def forward(ctx: Any, value: Tensor, group: ShardGroup, dim: int, segments: Segments) -> Tensor:
+        ctx.group, ctx.dim, ctx.segments = group, dim, segments
+        return group.sum_part(by_rank(value, dim, segments, group.size), dim)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return ctx.group.gather(gradient, ctx.dim, (ctx.length,)), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return gather_sum(gradient, ctx.group, ctx.dim, ctx.segments), None, None, None
 
 
 class _GatherSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: ShardGroup, dim: int, segments: Segments) -> Tensor:
-        assert len(segments) == 1, "sequences are cut in one segment"
-        ctx.group, ctx.dim = group, dim
+        ctx.group, ctx.dim, ctx.segments = group, dim, segments
         return group.gather(own, dim, segments)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return ctx.group.sum_part(gradient, ctx.dim), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return reduce_part(gradient, ctx.group, ctx.dim, ctx.segments), None, None, None

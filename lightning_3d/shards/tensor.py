@@ -37,7 +37,8 @@ class ShardTensor(torch.Tensor):
     _group: ShardGroup
 
     @staticmethod
-    def __new__(cls, local: Tensor, dim: int, segments: tuple[int, ...], group: ShardGroup) -> Self:
+    def __new__(cls: type[Self], local: Tensor, dim: int, segments: tuple[int, ...], group: ShardGroup) -> Self:
+        """Makes the wrapper; all there is to do, as instances are made in each operation."""
         shape = list(local.shape)
         if dim < 0:
             dim += len(shape)
@@ -47,7 +48,7 @@ class ShardTensor(torch.Tensor):
         return shard
 
     def __init__(self, *_: Any) -> None:
-        """Everything is done where it is made; see the class."""
+        """Nothing is left to do."""
 
     def like(self, local: Tensor, dim: int, segments: tuple[int, ...], *others: Any) -> Self:
         """Returns the result of an operation on this shard.
@@ -58,7 +59,8 @@ class ShardTensor(torch.Tensor):
             segments: Global lengths of its segments.
             others: Further arguments of the operation, for classes that note where results come from.
         """
-        return type(self)(local, dim, segments, self._group)
+        cls = type(self)
+        return cls.__new__(cls, local, dim, segments, self._group)
 
     @property
     def cut(self) -> Layout:
@@ -66,7 +68,7 @@ class ShardTensor(torch.Tensor):
         return Layout(self._dim, self._segments)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Where only compiled kernels arrive that took the tensor past torch's function protocol.
 
         Raises:
@@ -86,7 +88,7 @@ class ShardTensor(torch.Tensor):
         sizes[self._dim] *= self._group.size
         return torch.Size(sizes)
 
-    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    def size(self, dim: int | None = None) -> Any:
         """Global shape, or its length along ``dim``."""
         if dim is None:
             return self.shape
@@ -101,15 +103,14 @@ class ShardTensor(torch.Tensor):
         """Elements of the whole."""
         return self._local.numel() * self._group.size
 
-    def stride(self, dim: int | None = None) -> Any:  # type: ignore[override]
-        """Strides of a contiguous whole in the order of this one's dims."""
-        local, shape = self._local, self.shape
-        order = sorted(range(local.dim()), key=lambda d: (-local.stride(d), d))
-        strides = [0] * len(shape)
-        step = 1
-        for d in reversed(order):
-            strides[d] = step if local.stride(d) or shape[d] == 1 else 0
-            step *= max(shape[d], 1) if strides[d] else 1
+    def stride(self, dim: int | None = None) -> Any:
+        """Strides of a dense whole in the order of this one's dims."""
+        shape, steps = self.shape, self._local.stride()
+        strides, step = [0] * len(shape), 1
+        for each in sorted(range(len(shape)), key=lambda each: (steps[each], -each)):
+            if steps[each] or shape[each] == 1:
+                strides[each] = step
+                step *= max(shape[each], 1)
         return tuple(strides) if dim is None else strides[dim]
 
     def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
@@ -123,6 +124,10 @@ class ShardTensor(torch.Tensor):
     def is_complex(self) -> bool:
         """As the local part."""
         return self._local.is_complex()
+
+    def is_inference(self) -> bool:
+        """As the local part."""
+        return self._local.is_inference()
 
     def element_size(self) -> int:
         """As the local part."""
@@ -146,7 +151,7 @@ class ShardTensor(torch.Tensor):
     __str__ = __repr__
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]
         """Bytes of the whole."""
         return math.prod(self.shape) * self._local.element_size()
 
@@ -154,15 +159,57 @@ class ShardTensor(torch.Tensor):
     def _base(self) -> None:  # type: ignore[override]
         return None
 
+    # ---- what autograd keeps at the local tensor ----
+
+    @property
+    def requires_grad(self) -> bool:
+        """As the local part."""
+        return self._local.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self._local.requires_grad = value
+
+    @property
+    def grad(self) -> Self | None:
+        """The gradient, cut like this tensor."""
+        gradient = self._local.grad
+        return None if gradient is None else self.like(gradient, self._dim, self._segments)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._local.grad = None if value is None else self._part_of(value)
+
+    @property
+    def data(self) -> Self:
+        """The values, without history."""
+        return self.like(self._local.data, self._dim, self._segments)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self._local.data = self._part_of(value)
+
+    def _part_of(self, value: Tensor) -> Tensor:
+        """Returns a value's part on this rank, as this tensor is cut."""
+        if not isinstance(value, ShardTensor):
+            return self.cut.part(value, self._group.rank, self._group.size)
+        if value.cut != self.cut:
+            raise ModuleError(
+                f"a tensor cut along {self.cut} was given the values of one cut along {value.cut}.",
+                fix="tensor_plan={'<module that does it>': 'replicate'}",
+            )
+        return value._local
+
 
 def _of_local(name: str) -> property:
     return property(lambda shard: getattr(shard._local, name), doc="As the local part.")
 
 
 _LOCAL_PROPERTIES = (
-    "device", "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_mkldnn", "is_mps", "is_nested",
-    "is_quantized", "is_sparse", "is_sparse_csr", "is_xpu", "itemsize", "names", "ndim", "requires_grad",
-    "retains_grad", "_version",
+    "_backward_hooks", "_grad_fn", "_has_symbolic_sizes_strides", "_version", "device", "dtype", "grad_dtype",
+    "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_mkldnn", "is_mps", "is_nested", "is_quantized",
+    "is_sparse", "is_sparse_csr", "is_xla", "is_xpu", "itemsize", "layout", "name", "names", "ndim", "output_nr",
+    "retains_grad",
 )  # fmt: skip
 for _name in _LOCAL_PROPERTIES:
     setattr(ShardTensor, _name, _of_local(_name))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from lightning_3d.shards.rules import pointwise, shapes
 from lightning_3d.shards.rules.table import RuleTable
 
 
@@ -18,6 +19,6 @@ def _merged(*tables: RuleTable) -> Mapping[Callable[..., Any], Callable[..., Any
     return MappingProxyType(rules)
 
 
-RULES = _merged()
+RULES = _merged(pointwise.table, shapes.table)
 # Attributes of a tensor that are operations.
-PROPERTIES: Mapping[str, Callable[..., Any]] = MappingProxyType({})
+PROPERTIES = shapes.PROPERTIES

@@ -47,9 +47,3 @@ def spellings(name: str) -> tuple[Function, ...]:
     """Returns every function of torch with this name: ``torch.x``, ``Tensor.x``, ``torch.nn.functional.x``."""
     found = (getattr(place, name, None) for place in (torch, Tensor, F))
     return tuple(dict.fromkeys(function for function in found if callable(function)))
-
-
-def operator_spellings(name: str) -> tuple[Function, ...]:
-    """Returns the special methods of an operator, reflected and in-place ones not included."""
-    method = getattr(Tensor, f"__{name}__", None)
-    return () if method is None else (method,)
