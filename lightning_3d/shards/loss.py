@@ -19,6 +19,7 @@ from lightning_3d.shards.group import ShardGroup
 from lightning_3d.shards.layout import take
 from lightning_3d.shards.nodes import reduce
 from lightning_3d.shards.protocol import applied, one_call
+from lightning_3d.shards.refusal import Unshardable
 from lightning_3d.shards.softmax import log_softmax
 
 # Logits are widened a chunk of rows at a time: small beside the logits, yet few kernels.
@@ -56,6 +57,7 @@ def cross_entropy(
     Raises:
         ValueError: ``reduction`` or ``label_smoothing`` is none of the valid values.
         IndexError: A class index is out of bounds. On an accelerator it is the kernel that fails, later.
+        Unshardable: ``weight`` wants a gradient.
     """
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing={label_smoothing} is not between 0.0 and 1.0")
@@ -97,6 +99,7 @@ def nll_loss(
     Raises:
         ValueError: ``reduction`` is none of the valid values.
         IndexError: A class index is out of bounds. On an accelerator it is the kernel that fails, later.
+        Unshardable: ``weight`` wants a gradient.
     """
     dim = _class_dim(log_probabilities)
     weights = _class_weights(log_probabilities.movedim(dim, -1), group, weight)
@@ -139,6 +142,8 @@ def _class_weights(rows: Tensor, group: ShardGroup, weight: Tensor | None) -> Te
     """The weights of all classes; views of a single one if there are none."""
     dtype = _work_dtype(rows.dtype)
     if weight is not None:
+        if weight.requires_grad:
+            raise Unshardable("class weights want a gradient")
         return weight.to(dtype)
     return torch.ones(1, dtype=dtype, device=rows.device).expand(rows.shape[-1] * group.size)
 

@@ -15,6 +15,7 @@ from lightning_3d.counters import LiveBytes
 from lightning_3d.shards.group import ShardGroup
 from lightning_3d.shards.layout import take
 from lightning_3d.shards.loss import cross_entropy, nll_loss
+from lightning_3d.shards.refusal import Unshardable
 from tests.unit.shards.threads import ThreadShardGroup, compare, leaf, run_threads, whole
 
 CLASSES = 16
@@ -226,6 +227,14 @@ def test_invalid_values_are_told() -> None:
     for options, text in (({"reduction": "median"}, "median"), ({"label_smoothing": 1.5}, "1.5")):
         with pytest.raises(ValueError, match=text):
             run_threads(1, lambda group, options=options: cross_entropy(logits, targets, group, **options))
+
+
+@pytest.mark.parametrize("loss", [cross_entropy, nll_loss])
+def test_weights_with_a_gradient_are_refused(loss: Any) -> None:
+    logits, targets = random(3, CLASSES), torch.tensor([0, 1, 2])
+    weight = torch.ones(CLASSES, requires_grad=True)
+    with pytest.raises(Unshardable, match="weights"):
+        run_threads(1, lambda group: loss(logits, targets, group, weight=weight))
 
 
 def test_targets_of_bytes() -> None:
