@@ -129,16 +129,16 @@ class ProcessShardGroup(ShardGroup):
     def gather(self, part: Tensor, dim: int, segments: Sequence[int]) -> Tensor:
         """All-gathers."""
         mine = part.contiguous()
-        parts = mine.new_empty((self.size, *mine.shape))
-        dist.all_gather_into_tensor(parts, mine, group=self._group)
-        return join(parts.unbind(), dim, segments)
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(parts, mine, group=self._group)
+        return join(parts, dim, segments)
 
     def sum_part(self, value: Tensor, dim: int) -> Tensor:
         """Reduce-scatters; by an all-reduce where the backend has none."""
         length = value.shape[dim] // self.size
         if not self._scatters:
             return self.sum(value).narrow(dim, self.rank * length, length).contiguous()
-        first = value.movedim(dim, 0).contiguous()
-        mine = first.new_empty((length, *first.shape[1:]))
-        dist.reduce_scatter_tensor(mine, first, group=self._group)
-        return mine.movedim(0, dim).contiguous()
+        parts = [piece.contiguous() for piece in value.split(length, dim)]
+        mine = torch.empty_like(parts[0])
+        dist.reduce_scatter(mine, parts, group=self._group)
+        return mine
