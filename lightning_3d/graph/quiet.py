@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from lightning_3d.graph.calls import shadow
 
@@ -19,74 +21,111 @@ from lightning_3d.graph.calls import shadow
 def quiet(module: LightningModule, *, keep_log: bool = False) -> Iterator[None]:
     """Context in which calls of the module's steps leave no trace in it.
 
-    Put back at the end: states of torchmetrics, lists and mappings and plain values among the attributes of every
-    sub-module, buffers, and torch's CPU generator.
+    Put back at the end: the attributes of every sub-module, what their collections, tensors and generators hold
+    (metrics' states and buffers among them), the attributes of plain objects among them, and the random states of
+    torch, Python and numpy. Loggers hear nothing.
 
     Args:
         module: The module whose steps run inside.
         keep_log: Leave ``module.log`` alone, for a caller that listens to it itself; else it does nothing inside.
     """
-    snapshots = [(child, _attributes(child)) for child in module.modules()]
-    metrics = [(child, _metric_state(child)) for child in module.modules() if isinstance(child, Metric)]
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
-    random_state = torch.get_rng_state()
-    put_log_back = None if keep_log else shadow(module, "log", _silent)
-    try:
+    with ExitStack() as at_end:
+        at_end.callback(_set_rng_states, _collect_rng_states(include_cuda=torch.cuda.is_initialized()))
+        memory = _Memory()
+        at_end.callback(memory.restore)
+        for child in module.modules():
+            memory.add_module(child)
+        if module._trainer is not None:
+            at_end.callback(_mute(module._trainer))
+        if not keep_log:
+            at_end.callback(shadow(module, "log", _silent))
         yield
-    finally:
-        if put_log_back is not None:
-            put_log_back()
-        torch.set_rng_state(random_state)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        for metric, state in metrics:
-            metric.__dict__.update(state)
-        for child, attributes in snapshots:
-            _put_back(child, attributes)
 
 
 def _silent(*args: Any, **kwargs: Any) -> None:
     return None
 
 
+def _mute(trainer: Trainer) -> Callable[[], None]:
+    loggers = trainer.loggers
+    trainer.loggers = [DummyLogger() for _ in loggers]
+    return lambda: setattr(trainer, "loggers", loggers)
+
+
+class _Memory:
+    """What modules held, and how to put it back."""
+
+    def __init__(self) -> None:
+        self._restores: list[Callable[[], object]] = []
+        self._seen: set[int] = set()
+
+    def restore(self) -> None:
+        """Puts everything back."""
+        with torch.no_grad():
+            for restore in reversed(self._restores):
+                restore()
+
+    def add_module(self, module: nn.Module) -> None:
+        """Remembers a module's attributes and their contents, not its sub-modules and parameters."""
+        attributes = vars(module)
+        self._add_dict(attributes)
+        for key, value in attributes.items():
+            if key not in ("_trainer", "_fabric"):
+                self._add_value(value)
+        for buffer in module._buffers.values():
+            self._add_value(buffer)
+
+    def _add_value(self, value: Any) -> None:
+        if isinstance(value, (*_PLAIN, nn.Module, nn.Parameter)) or self._known(value):
+            return
+        if isinstance(value, Tensor):
+            if not value.is_meta:
+                self._restores.append(partial(value.copy_, value.clone()))
+        elif isinstance(value, torch.Generator):
+            self._restores.append(partial(value.set_state, value.get_state()))
+        elif isinstance(value, _COLLECTIONS):
+            self._add_collection(value)
+        elif _is_of_the_user(type(value)) and isinstance(getattr(value, "__dict__", None), dict):
+            self._add_collection(vars(value))
+
+    def _add_collection(self, value: Any) -> None:
+        """Remembers what a collection holds, and the collections in it."""
+        if isinstance(value, dict):
+            self._add_dict(value)
+            held: Any = list(value.values())
+        else:
+            held = list(value)
+            self._restores.append(partial(_refill, value, held))
+        for part in held:
+            if isinstance(part, _COLLECTIONS) and not self._known(part):
+                self._add_collection(part)
+
+    def _add_dict(self, value: dict[Any, Any]) -> None:
+        self._restores.append(partial(_refill_dict, value, dict(value)))
+
+    def _known(self, value: Any) -> bool:
+        known = id(value) in self._seen
+        self._seen.add(id(value))
+        return known
+
+
 _PLAIN = (bool, int, float, str, type(None))
-_COLLECTIONS = (list, dict, set)
+_COLLECTIONS = (list, dict, set, deque)
+# Objects of these hold the state of a run, not of a step.
+_LIBRARIES = ("builtins", "types", "functools", "torch", "lightning", "lightning_3d")
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Plain values as they are, collections as shallow copies; torch's own tables and metrics' states are left out."""
-    if isinstance(module, Metric):
-        return {}
-    return {
-        key: copy.copy(value) if isinstance(value, _COLLECTIONS) else value
-        for key, value in vars(module).items()
-        if isinstance(value, (*_PLAIN, *_COLLECTIONS)) and not _is_torch_table(key)
-    }
+def _is_of_the_user(kind: type) -> bool:
+    return kind.__module__.split(".")[0] not in _LIBRARIES
 
 
-def _is_torch_table(key: str) -> bool:
-    return key in ("_parameters", "_buffers", "_modules") or key.endswith("_hooks") or "_hooks_" in key
+def _refill(value: Any, held: list[Any]) -> None:
+    value.clear()
+    (value.update if isinstance(value, set) else value.extend)(held)
 
 
-def _put_back(module: nn.Module, attributes: dict[str, Any]) -> None:
-    for key, before in attributes.items():
-        now = vars(module).get(key)
-        if isinstance(before, list) and isinstance(now, list):
-            now[:] = before
-        elif isinstance(before, (dict, set)) and isinstance(now, type(before)):
-            now.clear()
-            now.update(before)
-        elif now is not before:
-            module.__dict__[key] = before
-
-
-def _metric_state(metric: Metric) -> dict[str, Any]:
-    """The states of a metric, copied, and what it remembers of its last call."""
-    states = {name: _copied(getattr(metric, name)) for name in metric._defaults}
-    remembered = ("_computed", "_forward_cache", "_update_count", "_update_called")
-    return states | {name: vars(metric)[name] for name in remembered if name in vars(metric)}
-
-
-def _copied(state: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
-    return state.clone() if isinstance(state, Tensor) else list(state)
+def _refill_dict(value: dict[Any, Any], held: dict[Any, Any]) -> None:
+    same = len(value) == len(held) and all(value.get(key, held) is item for key, item in held.items())
+    if not same:
+        value.clear()
+        value.update(held)

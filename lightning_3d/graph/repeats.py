@@ -1,0 +1,120 @@
+"""Which blocks repeat another one, and what a call of one that does returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from lightning_3d.graph.blocks import Stack
+
+_PLAIN = (bool, int, str, type(None))
+
+
+def block_kinds(module: nn.Module, stacks: Sequence[Stack]) -> dict[str, object]:
+    """Returns a key for each block; blocks with equal keys do the same.
+
+    A key holds classes, shapes and plain attributes of all that is in the block. Numbers that count the blocks of a
+    stack, as Hugging Face's ``layer_idx`` does, are left out; of other rates than 0 only that they are not 0 counts.
+
+    Args:
+        module: The whole module.
+        stacks: Its stacks.
+    """
+    kinds: dict[str, object] = {}
+    for stack in stacks:
+        facts = [_facts(module.get_submodule(name)) for name in stack.blocks]
+        counting = {place for place in facts[0] if _counts([each.get(place) for each in facts])}
+        for name, each in zip(stack.blocks, facts, strict=True):
+            kinds[name] = frozenset((place, fact) for place, fact in each.items() if place not in counting)
+    return kinds
+
+
+def _counts(values: list[Any]) -> bool:
+    first = values[0]
+    return all(type(value) is int and value == first + index for index, value in enumerate(values))
+
+
+def _facts(block: nn.Module) -> dict[tuple[str, str], object]:
+    found: dict[tuple[str, str], object] = {}
+    for path, child in block.named_modules():
+        found[path, "class"] = type(child)
+        for key, value in (*child._parameters.items(), *child._buffers.items()):
+            found[path, key] = None if value is None else (tuple(value.shape), value.dtype, value.requires_grad)
+        for key, value in vars(child).items():
+            if key in ("_parameters", "_buffers", "_modules"):
+                continue
+            found[path, key] = _fact(value)
+            if path and "_hooks" in key and value:
+                # Nobody knows what a hook inside does; each block runs its own.
+                found[path, key] = id(child)
+    return found
+
+
+def _fact(value: Any) -> object:
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, float):
+        return value != 0
+    if isinstance(value, (tuple, list)):
+        return tuple(_fact(each) for each in value)
+    return getattr(value, "__qualname__", type(value))
+
+
+def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """Returns what two calls have in common whose results look alike; None if a call is like no other."""
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    if any(isinstance(leaf, Tensor) and not is_plain(leaf) for leaf in leaves):
+        return None
+    described = tuple(_described(leaf) for leaf in leaves)
+    casts = tuple(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+    return (str(structure), described, torch.is_grad_enabled(), casts)
+
+
+def _described(leaf: Any) -> object:
+    if isinstance(leaf, Tensor):
+        return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+    return leaf if isinstance(leaf, (*_PLAIN, float)) else type(leaf)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Returns whether a tensor is torch's own, with or without values."""
+    return type(tensor) in (Tensor, nn.Parameter, FakeTensor)
+
+
+class Repeat:
+    """How a call of a block looked, for the blocks that repeat it.
+
+    Args:
+        block: Name of the block.
+        arguments: What it was called with.
+        output: What it returned.
+    """
+
+    def __init__(self, block: str, arguments: Any, output: Any) -> None:
+        self.block = block
+        inputs = {id(leaf): index for index, leaf in enumerate(pytree.tree_leaves(arguments))}
+        self._leaves, self._structure = pytree.tree_flatten(output)
+        self._passed = [inputs.get(id(leaf)) for leaf in self._leaves]
+        self.usable = all(is_plain(leaf) for leaf in self._leaves if isinstance(leaf, Tensor))
+
+    def again(self, arguments: Any) -> Any:
+        """Returns what the same call with other arguments returns: new tensors, and those that are passed through."""
+        inputs = pytree.tree_leaves(arguments)
+        leaves = [
+            _like(leaf) if passed is None else inputs[passed]
+            for leaf, passed in zip(self._leaves, self._passed, strict=True)
+        ]
+        return pytree.tree_unflatten(leaves, self._structure)
+
+
+def _like(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    new = torch.empty_like(leaf).requires_grad_(leaf.requires_grad)
+    # No leaf: a step may write to a block's output in place.
+    return new.clone()
