@@ -6,7 +6,17 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from lightning_3d.shards.rules import pointwise, shapes
+from lightning_3d.shards.rules import (
+    attention,
+    contractions,
+    dropout,
+    embedding,
+    loss,
+    normalisation,
+    pointwise,
+    reductions,
+    shapes,
+)
 from lightning_3d.shards.rules.table import RuleTable
 
 
@@ -19,6 +29,16 @@ def _merged(*tables: RuleTable) -> Mapping[Callable[..., Any], Callable[..., Any
     return MappingProxyType(rules)
 
 
-RULES = _merged(pointwise.table, shapes.table)
+RULES = _merged(
+    attention.table,
+    contractions.table,
+    dropout.table,
+    embedding.table,
+    loss.table,
+    normalisation.table,
+    pointwise.table,
+    reductions.table,
+    shapes.table,
+)
 # Attributes of a tensor that are operations.
 PROPERTIES = shapes.PROPERTIES
