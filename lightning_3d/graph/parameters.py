@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -93,3 +95,13 @@ def parameter_table(module: nn.Module) -> ParameterTable:
         for key, parameter in found.items()
     )
     return ParameterTable(rows=tuple(rows))
+
+
+@contextmanager
+def marks_kept(module: nn.Module) -> Iterator[None]:
+    """Attributes that users have set on parameters are on whatever stands under their names afterwards."""
+    marks = {name: dict(vars(parameter)) for name, parameter in module.named_parameters(remove_duplicate=False)}
+    yield
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        present = vars(parameter)
+        present.update({mark: value for mark, value in marks.get(name, {}).items() if mark not in present})

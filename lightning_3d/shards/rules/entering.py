@@ -8,10 +8,13 @@ from torch import Tensor
 from lightning_3d.shards import nodes
 from lightning_3d.shards.group import ShardGroup
 from lightning_3d.shards.layout import take
+from lightning_3d.shards.partial import PartialTensor
 
 
 def entered(value: Tensor, group: ShardGroup) -> Tensor:
     """Returns a replicated value for use on parts; uses of one value share the sum of their gradients."""
+    if isinstance(value, PartialTensor):
+        return value.leaf
     if not (torch.is_grad_enabled() and value.requires_grad):
         return value
     kept = group.shared_copy(value)

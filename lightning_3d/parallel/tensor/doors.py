@@ -1,0 +1,149 @@
+"""Doors of units: nothing but plain local tensors crosses the hooks of a block.
+
+FSDP2 and activation checkpointing pass a block's tensors through autograd functions of their own, which do not see
+inside a shard: gradients of everything before the block would be lost without a sign. So shards in the arguments become
+their local parts above all hooks, and shards again below them; results likewise on their way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_3d.errors import ModuleError
+from lightning_3d.graph.calls import Call, around_forward
+from lightning_3d.graph.parameters import class_name
+from lightning_3d.shards.gathered import gathered
+from lightning_3d.shards.tensor import ShardTensor
+
+Wrap = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Which tensors of nested containers are shards.
+
+    Attributes:
+        structure: The containers.
+        wraps: For the place of each shard what makes a shard of its local part, outermost cut first.
+    """
+
+    structure: pytree.TreeSpec
+    wraps: dict[int, tuple[Wrap, ...]]
+
+
+def locals_of(tree: Any) -> tuple[Any, Cuts | None]:
+    """Returns nested containers with the local parts of all shards, and how these were cut; None without shards."""
+    leaves, structure = pytree.tree_flatten(tree)
+    wraps = {}
+    for at, leaf in enumerate(leaves):
+        if isinstance(leaf, ShardTensor):
+            leaves[at], wraps[at] = _opened(leaf)
+    return (pytree.tree_unflatten(leaves, structure), Cuts(structure, wraps)) if wraps else (tree, None)
+
+
+def shards_again(tree: Any, cuts: Cuts | None, owner: nn.Module) -> Any:
+    """Returns nested containers with shards in the places where they were.
+
+    Args:
+        tree: What `locals_of` returned, its tensors perhaps replaced on the way.
+        cuts: How they were cut.
+        owner: Whose hooks they came through, for the error.
+
+    Raises:
+        ModuleError: A hook has changed the containers, so that the places are lost.
+    """
+    if cuts is None:
+        return tree
+    leaves, structure = pytree.tree_flatten(tree)
+    if structure != cuts.structure:
+        raise ModuleError(
+            f"a hook of a {class_name(owner)} changes the structure of arguments or results that are cut over the "
+            "tensor-parallel ranks.",
+            fix="change values only, or sequence_parallel=False",
+        )
+    for at, wraps in cuts.wraps.items():
+        for wrap in reversed(wraps):
+            leaves[at] = wrap(leaves[at])
+    return pytree.tree_unflatten(leaves, structure)
+
+
+def whole(tree: Any) -> Any:
+    """Returns nested containers with every shard gathered: what leaves a step."""
+    return pytree.tree_map_only(ShardTensor, gathered, tree)
+
+
+class BlockDoor:
+    """The door of one block.
+
+    Args:
+        block: The block; its ``forward`` is shadowed.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+        self._passages: list[_Passage] = []
+        around_forward(block, self._inside)
+
+    def around(self, call: Call) -> Any:
+        """Makes a call of the block, outside of its hooks."""
+        passage = _Passage()
+        (args, kwargs), passage.incoming = locals_of((call.args, call.kwargs))
+        result = self._through(passage, call.function, args, kwargs)
+        return shards_again(result, passage.outgoing, self._block)
+
+    def _through(self, passage: _Passage, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What may run again in backward: the passage belongs to the call."""
+        passage.taken = False
+        self._passages.append(passage)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._passages.pop()
+
+    def _inside(self, call: Call) -> Any:
+        """Runs ``forward``, inside of the hooks."""
+        passage = self._passages[-1] if self._passages else None
+        # A forward that calls itself is a call as any other.
+        if passage is None or passage.taken:
+            return call()
+        passage.taken = True
+        args, kwargs = shards_again((call.args, call.kwargs), passage.incoming, self._block)
+        result, passage.outgoing = locals_of(call.function(*args, **kwargs))
+        return result
+
+
+@dataclass(slots=True)
+class _Passage:
+    """One call on its way through the hooks."""
+
+    incoming: Cuts | None = None
+    outgoing: Cuts | None = None
+    taken: bool = False
+
+
+def _opened(shard: ShardTensor) -> tuple[Tensor, tuple[Wrap, ...]]:
+    """The plain tensor in a shard, which may hold a shard of another axis, and how to close it again."""
+    wraps = []
+    local: Tensor = shard
+    while isinstance(local, ShardTensor):
+        wraps.append(_Wrap(type(local), local._dim, local._segments, local._group))
+        local = local._local
+    return local, tuple(wraps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wrap:
+    """Makes a local part a shard, without holding one."""
+
+    kind: type[ShardTensor]
+    dim: int
+    segments: tuple[int, ...]
+    group: Any
+
+    def __call__(self, local: Tensor) -> Tensor:
+        return self.kind(local, self.dim, self.segments, self.group)

@@ -1,0 +1,271 @@
+"""Reading parameters: at rest the parameter itself, while a step runs the tensor that operations can use.
+
+Operations on a DTensor cost hundreds of microseconds each. So a step reads an alias instead, a plain leaf on the memory
+of the DTensor's local part, whose gradients are handed over to the parameter as they arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from typing_extensions import Self
+
+from lightning_3d.parallel.tensor.aliases import alias_properties
+from lightning_3d.shards import executor
+from lightning_3d.shards.gathered import gathered
+from lightning_3d.shards.group import ShardGroup
+from lightning_3d.shards.layout import Layout
+from lightning_3d.shards.partial import PartialTensor
+
+_SLOTS = "_mesh_3d_slots"
+Hook = Callable[[Tensor], Tensor | None]
+# A class, the parameters that it gets properties for, and the other attributes.
+ClassKey = tuple[type, tuple[str, ...], tuple[str, ...]]
+
+
+class Activity:
+    """Whether a step of a module runs: forward and backward, since checkpoints compute again in backward.
+
+    A context manager, which may be entered inside itself.
+
+    Args:
+        group: Forgets what one step remembers when it ends.
+    """
+
+    __slots__ = ("_group", "depth")
+
+    def __init__(self, group: ShardGroup) -> None:
+        self._group = group
+        self.depth = 0
+
+    def __enter__(self) -> Self:
+        self.depth += 1
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.depth -= 1
+        if not self.depth:
+            self._group.forget_copies()
+
+    def __bool__(self) -> bool:
+        return self.depth > 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """How a step reads a parameter.
+
+    Attributes:
+        layout: How it is cut; None if every rank has the whole.
+        partial: Its gradients stay partial until all of them are summed; for whole ones only.
+        hooks: What the user had registered on its gradient.
+    """
+
+    layout: Layout | None = None
+    partial: bool = False
+    hooks: tuple[Hook, ...] = ()
+
+    @property
+    def placement(self) -> Placement:
+        """What torch calls it."""
+        return Replicate() if self.layout is None else Shard(self.layout.dim)
+
+
+class Slot:
+    """What stands under all names of one parameter.
+
+    Args:
+        reading: How a step reads it.
+        group: The ranks that it is cut over.
+    """
+
+    __slots__ = ("complete", "group", "leaf", "reading", "resting")
+
+    def __init__(self, reading: Reading, group: ShardGroup) -> None:
+        self.reading = reading
+        self.group = group
+        self.leaf: Leaf | None = None
+        # Of a partial parameter: what the optimizer holds, and whether the sum over the ranks is in its gradient.
+        self.resting: nn.Parameter | None = None
+        self.complete = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Slot:
+        """A copy of the module has parameters of its own."""
+        return Slot(self.reading, self.group)
+
+    def renewed(self, parameter: nn.Parameter) -> Leaf | None:
+        """Returns the leaf of a parameter that took the place of the last one; None if it must be read as it is."""
+        if not isinstance(parameter, DTensor) or parameter.placements != (self.reading.placement,):
+            return None
+        self.leaf = Leaf(parameter, self)
+        return self.leaf
+
+    def local_gradient(self) -> Tensor | None:
+        """Returns this rank's part of the gradient that the optimizer will see."""
+        gradient = None if self.resting is None else self.resting.grad
+        return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+
+
+class Leaf:
+    """A plain leaf on the memory of a parameter's local part, and what reading the parameter gives.
+
+    FSDP2 frees that memory and fetches it again, in place.
+
+    Args:
+        parameter: A DTensor on the tensor axis alone.
+        slot: Its place.
+    """
+
+    __slots__ = ("_slot", "local", "parameter", "shown", "tensor")
+
+    def __init__(self, parameter: Any, slot: Slot) -> None:
+        self._slot = slot
+        self.parameter = parameter
+        self.local: Tensor = parameter._local_tensor
+        self.tensor = self.local.detach().requires_grad_()
+        self.tensor.register_post_accumulate_grad_hook(self._hand_over)
+        self.tensor.requires_grad_(parameter.requires_grad)
+        self.shown: Tensor = self._as_shown()
+
+    def _as_shown(self) -> Tensor:
+        reading, group = self._slot.reading, self._slot.group
+        if reading.layout is not None:
+            return executor.Shard(self.tensor, reading.layout.dim, reading.layout.segments, group)
+        return PartialTensor(self.tensor, group) if reading.partial else self.tensor
+
+    def _hand_over(self, tensor: Tensor) -> None:
+        """Moves the gradient that has arrived to the parameter: who takes it from there frees its memory."""
+        gradient, tensor.grad = tensor.grad, None
+        assert gradient is not None
+        slot, parameter = self._slot, self.parameter
+        with torch.no_grad():
+            for hook in slot.reading.hooks:
+                gradient = _hooked(gradient, hook, slot)
+            if slot.complete:
+                _reopen(slot)
+            if parameter.grad is None:
+                parameter.grad = DTensor(gradient, parameter._spec, requires_grad=False)
+            else:
+                parameter.grad._local_tensor.add_(gradient)
+            for tell in (parameter._post_accumulate_grad_hooks or {}).values():
+                tell(parameter)
+
+
+def read_leaf(module: nn.Module, name: str) -> Tensor:
+    """Returns the plain local tensor that a step computes with, whatever reading the parameter shows.
+
+    Args:
+        module: The module that owns it.
+        name: Its name there.
+    """
+    parameter = module._parameters[name]
+    slot = slots_of(module).get(name)
+    assert parameter is not None
+    leaf = None if slot is None else _current(slot, parameter)
+    return parameter if leaf is None else leaf.tensor
+
+
+def slots_of(module: nn.Module) -> dict[str, Slot]:
+    """Returns the slots of a module's own parameters by their names."""
+    slots: dict[str, Slot] = module.__dict__.get(_SLOTS, {})
+    return slots
+
+
+def swap_class(
+    module: nn.Module, slots: dict[str, Slot], aliases: dict[str, Any], activity: Activity, known: dict[ClassKey, type]
+) -> None:
+    """Gives a module's class a property for each of its parameters, and for attributes that hold some.
+
+    Args:
+        module: The module; its own class is left alone.
+        slots: Slot of each parameter, by its name in the module.
+        aliases: Attributes that hold parameters, with places instead of them.
+        activity: Says when leaves are read.
+        known: Classes made so far, for modules of one class to keep one class.
+    """
+    cls = type(module)
+    # Where a class has a property of its own under the name, users read that.
+    names = tuple(name for name in module._parameters if not isinstance(getattr(cls, name, None), property))
+    module.__dict__[_SLOTS] = slots
+    followed = alias_properties(module, aliases)
+    key = (cls, names, tuple(followed))
+    if key not in known:
+        properties = {name: _property(name, activity) for name in names} | followed
+        own = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        known[key] = type(cls.__name__, (cls,), {**own, **properties})
+    module.__class__ = known[key]
+
+
+def _property(name: str, activity: Activity) -> property:
+    def read(self: nn.Module) -> Any:
+        try:
+            parameter = self._parameters[name]
+        except KeyError:
+            return _attribute(self, name)
+        if not activity.depth or parameter is None:
+            return parameter
+        slot = self.__dict__[_SLOTS].get(name)
+        leaf = slot and _current(slot, parameter)
+        return parameter if leaf is None else leaf.shown
+
+    def write(self: nn.Module, value: Any) -> None:
+        # Parameters are taken by nn.Module before this is asked.
+        self.__dict__[name] = value
+
+    def delete(self: nn.Module) -> None:
+        if name not in self.__dict__:
+            raise AttributeError(name)
+        del self.__dict__[name]
+
+    return property(read, write, delete)
+
+
+def _current(slot: Slot, parameter: Any) -> Leaf | None:
+    leaf = slot.leaf
+    if leaf is None or leaf.parameter is not parameter or leaf.local is not parameter._local_tensor:
+        leaf = slot.renewed(parameter)
+        if leaf is None:
+            return None
+    if leaf.tensor.requires_grad is not parameter.requires_grad:
+        leaf.tensor.requires_grad_(parameter.requires_grad)
+    return leaf
+
+
+def _attribute(module: nn.Module, name: str) -> Any:
+    """What a plain attribute is, where the parameter of this name was taken away."""
+    try:
+        return module.__dict__[name]
+    except KeyError:
+        # nn.Module's own search comes next.
+        raise AttributeError(name) from None
+
+
+def _hooked(gradient: Tensor, hook: Hook, slot: Slot) -> Tensor:
+    """What a user's hook makes of a gradient, which it sees as a whole."""
+    layout, group = slot.reading.layout, slot.group
+    if layout is None:
+        changed = hook(gradient)
+        return gradient if changed is None else changed
+    changed = hook(executor.Shard(gradient, layout.dim, layout.segments, group))
+    if changed is None:
+        return gradient
+    if isinstance(changed, executor.Shard) and changed.cut == layout:
+        return changed._local
+    whole = gathered(changed) if isinstance(changed, executor.Shard) else changed
+    return layout.part(whole, group.rank, group.size).contiguous()
+
+
+def _reopen(slot: Slot) -> None:
+    """Makes a sum over the ranks that was not zeroed a summand again, since the next sum includes it."""
+    slot.complete = False
+    gradient = slot.local_gradient()
+    if gradient is not None:
+        gradient.div_(slot.group.size)
