@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from lightning_3d.graph.parameters import marks_kept
 from lightning_3d.initial.replay import InitTape
 from lightning_3d.initial.tensors import named_tensors
+from lightning_3d.shards.layout import Layout, by_rank
 
 
 def materialise(
-    module: nn.Module, tape: InitTape, *, device: torch.device, parameters_on: torch.device | None = None
+    module: nn.Module,
+    tape: InitTape,
+    *,
+    device: torch.device,
+    parameters_on: torch.device | None = None,
+    layouts: Mapping[str, Layout] = MappingProxyType({}),
 ) -> None:
     """Gives a module's meta tensors memory and their recorded initial values, without communication.
 
@@ -25,6 +35,7 @@ def materialise(
         tape: Its initial values by name.
         device: This rank's device.
         parameters_on: The device of parameters, if not ``device``: the CPU when they are offloaded.
+        layouts: How parameters are cut over the tensor axis, the last of their mesh, by their first names.
     """
     parameters_on = parameters_on or device
     waiting = {id(tensor): name for name, tensor in reversed([*named_tensors(module)]) if tensor.is_meta}
@@ -39,7 +50,7 @@ def materialise(
             _replace(tensor, tape.value(name).to(target, tensor.dtype))
     _allocate(module, device, parameters_on)
     for name, tensor in sharded:
-        _fill(tensor, tape.value(name))
+        _fill(tensor, tape.value(name), layouts.get(name))
 
 
 def cut(whole: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:
@@ -89,9 +100,13 @@ def _allocate(module: nn.Module, device: torch.device, parameters_on: torch.devi
         target = parameters_on if id(tensor) in parameters else device
         return torch.empty_like(tensor, device=target) if tensor.is_meta else tensor.to(target)
 
-    module._apply(placed)
+    # torch swaps in tensors without what users have set on the old ones.
+    with marks_kept(module):
+        module._apply(placed)
 
 
-def _fill(parameter: DTensor, whole: Tensor) -> None:
+def _fill(parameter: DTensor, whole: Tensor, layout: Layout | None) -> None:
+    if layout is not None:
+        whole = by_rank(whole, layout.dim, layout.segments, parameter.device_mesh.size(-1))
     with torch.no_grad():
         parameter.to_local().copy_(cut(whole, parameter.device_mesh, parameter.placements))

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from lightning_3d.graph.parameters import marks_kept
 from lightning_3d.parallel.data.ddp import DDPEngine
 from lightning_3d.parallel.data.engine import DataEngine, PlainEngine
 from lightning_3d.parallel.data.plan import DataPlan
@@ -28,7 +29,8 @@ def apply_data(
     """Shards ``module`` in place by the plan and returns the engine that runs its steps.
 
     Args:
-        module: The module; its parameters hold equal values on all data ranks, or are on the meta device.
+        module: The module; its parameters hold equal values on all data ranks, or are on the meta device. Plain ones,
+            or DTensors of the tensor axis.
         plan: The decision.
         mesh: The data axis, replicas x shards for hybrid sharding; None without a process group.
         policy: Dtypes of gathered parameters and of reductions, for engines that work by units.
@@ -41,11 +43,12 @@ def apply_data(
     scalars = scalar_parameters(module)
     stage, cast = ZeroStage(stage=plan.zero_stage), policy or MixedPrecisionPolicy()
     shard = _sharder(plan, mesh, whole=set(scalars))
-    for unit in plan.units:
-        parts = [module.get_submodule(name) for name in unit.modules]
-        own = MixedPrecisionPolicy(cast_forward_inputs=False) if unit.keeps_precision else cast
-        shard(parts if len(parts) > 1 else parts[0], stage.reshard_blocks_after_forward, own)
-    root = shard(module, False, cast)
+    with marks_kept(module):
+        for unit in plan.units:
+            parts = [module.get_submodule(name) for name in unit.modules]
+            own = MixedPrecisionPolicy(cast_forward_inputs=False) if unit.keeps_precision else cast
+            shard(parts if len(parts) > 1 else parts[0], stage.reshard_blocks_after_forward, own)
+        root = shard(module, False, cast)
     return UnitEngine(
         root,
         stage,

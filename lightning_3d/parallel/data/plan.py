@@ -57,6 +57,7 @@ def plan_data(
     unit_blocks: int = 1,
     cpu_offload: bool = False,
     needs_units: bool = False,
+    tensor_size: int = 1,
     full_precision: tuple[str, ...] = (),
 ) -> DataPlan:
     """Returns the plan of the data axis.
@@ -70,10 +71,11 @@ def plan_data(
         cpu_offload: Keep shards in host memory.
         needs_units: The run needs an engine that works unit by unit even where a plainer one would do: a precision
             that casts parameters as they gather, or a backward inside the step (manual optimization).
+        tensor_size: Number of tensor ranks. DDP knows plain tensors only, so ``replicate`` takes its place above 1.
         full_precision: Modules that are not cast with the others.
     """
     engine: Engine
-    if zero_stage == 0 and needs_units:
+    if zero_stage == 0 and (needs_units or (tensor_size > 1 and data_size > 1)):
         engine = "replicate"
     elif zero_stage == 0:
         engine = "ddp" if data_size > 1 else "none"

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 
 def scalar_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -18,7 +19,8 @@ def scalar_parameters(module: nn.Module) -> list[nn.Parameter]:
 def move_scalars(module: nn.Module, device: torch.device) -> None:
     """Moves scalar parameters to the device; units move only what they manage."""
     for parameter in scalar_parameters(module):
-        parameter.data = parameter.data.to(device)
+        if parameter.device != device:
+            parameter.data = parameter.data.to(device)
 
 
 class ScalarGradients:
@@ -39,7 +41,7 @@ class ScalarGradients:
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         if not trained:
             return
-        values = torch.stack([torch.zeros_like(p) if p.grad is None else p.grad.to(p.dtype) for p in trained]).double()
+        values = torch.stack([_gradient(parameter) for parameter in trained]).double()
         # Where no rank has a gradient, none must appear.
         holders = torch.tensor([float(p.grad is not None) for p in trained]).to(values)
         both = torch.stack([values, holders])
@@ -48,4 +50,17 @@ class ScalarGradients:
         averages = both[0] / self._ranks
         for parameter, average, held in zip(trained, averages, both[1].tolist(), strict=True):
             if held:
-                parameter.grad = average.to(parameter.dtype)
+                parameter.grad = _like(parameter, average.to(parameter.dtype))
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """The gradient in the dtype of the parameter, plain; zero if there is none."""
+    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to(parameter.dtype)
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _like(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """A value as the parameter is: replicated over the tensor axis, if there is one."""
+    if not isinstance(parameter, DTensor):
+        return value
+    return DTensor.from_local(value, parameter.device_mesh, parameter.placements, run_check=False)
