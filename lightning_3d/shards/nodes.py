@@ -15,63 +15,53 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from lightning_3d.shards.group import ShardGroup
 from lightning_3d.shards.layout import by_rank, take
+from lightning_3d.shards.protocol import applied, one_call
 
 Segments = tuple[int, ...]
 
 
+@one_call
 def copy(value: Tensor, group: ShardGroup) -> Tensor:
     """Returns a replicated value for use on parts: its gradient is the sum over the ranks."""
-    if has_torch_function_unary(value):
-        return _handled(copy, value, group)
-    return _applied(_Copy, value, group)
-
-
-def reduce(value: Tensor, group: ShardGroup) -> Tensor:
-    """Returns the sum over the ranks of their partial results, replicated."""
-    if has_torch_function_unary(value):
-        return _handled(reduce, value, group)
-    return _applied(_Reduce, value, group)
-
-
-def gather(part: Tensor, group: ShardGroup, dim: int, segments: Segments) -> Tensor:
-    """Returns the whole tensor, replicated, from every rank's part."""
-    if has_torch_function_unary(part):
-        return _handled(gather, part, group, dim, segments)
-    return _applied(_Gather, part, group, dim, segments)
-
-
-def part(whole: Tensor, group: ShardGroup, dim: int, segments: Segments) -> Tensor:
-    """Returns this rank's part of a replicated value."""
-    if has_torch_function_unary(whole):
-        return _handled(part, whole, group, dim, segments)
-    return _applied(_Part, whole, group, dim, segments)
-
-
-def reduce_part(value: Tensor, group: ShardGroup, dim: int, segments: Segments) -> Tensor:
-    """Returns this rank's part, along ``dim``, of the sum of partial results."""
-    if has_torch_function_unary(value):
-        return _handled(reduce_part, value, group, dim, segments)
-    return _applied(_ReducePart, value, group, dim, segments)
-
-
-def gather_sum(part: Tensor, group: ShardGroup, dim: int, segments: Segments) -> Tensor:
-    """Returns the whole tensor for use on parts: the gradient of a part is its part of the sum over the ranks."""
-    if has_torch_function_unary(part):
-        return _handled(gather_sum, part, group, dim, segments)
-    return _applied(_GatherSum, part, group, dim, segments)
-
-
-def _handled(node: Any, value: Tensor, *args: Any) -> Tensor:
-    result: Tensor = handle_torch_function(node, (value,), value, *args)
+    result: Tensor = applied(_Copy, value, group)
     return result
 
 
-def _applied(function: Any, *args: Any) -> Tensor:
-    result: Tensor = function.apply(*args)
+@one_call
+def reduce(value: Tensor, group: ShardGroup) -> Tensor:
+    """Returns the sum over the ranks of their partial results, replicated."""
+    result: Tensor = applied(_Reduce, value, group)
+    return result
+
+
+@one_call
+def gather(part: Tensor, group: ShardGroup, dim: int, segments: Segments) -> Tensor:
+    """Returns the whole tensor, replicated, from every rank's part."""
+    result: Tensor = applied(_Gather, part, group, dim, segments)
+    return result
+
+
+@one_call
+def part(whole: Tensor, group: ShardGroup, dim: int, segments: Segments) -> Tensor:
+    """Returns this rank's part of a replicated value."""
+    result: Tensor = applied(_Part, whole, group, dim, segments)
+    return result
+
+
+@one_call
+def reduce_part(value: Tensor, group: ShardGroup, dim: int, segments: Segments) -> Tensor:
+    """Returns this rank's part, along ``dim``, of the sum of partial results."""
+    result: Tensor = applied(_ReducePart, value, group, dim, segments)
+    return result
+
+
+@one_call
+def gather_sum(part: Tensor, group: ShardGroup, dim: int, segments: Segments) -> Tensor:
+    """Returns the whole tensor for use on parts: the gradient of a part is its part of the sum over the ranks."""
+    result: Tensor = applied(_GatherSum, part, group, dim, segments)
     return result
 
 
