@@ -66,6 +66,8 @@ class Mesh3DPrecision(Precision):
         self.scaler: GradScaler | None = None
         self._scaler_settings = _scaler_settings(scaler)
         self._clipper: Clipper | None = None
+        # Called between a backward and the hooks that see its gradients.
+        self.before_backward_hooks: Callable[[], None] = _nothing
         self._inner = _lightning_precision(precision, "cpu")
 
     @classmethod
@@ -149,6 +151,7 @@ class Mesh3DPrecision(Precision):
 
     @override
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        self.before_backward_hooks()
         with _WholeNumbers():
             return super().post_backward(tensor, module)
 
@@ -284,3 +287,7 @@ def _lightning_precision(precision: str, device_type: str) -> Precision:
         # The loss is scaled here, over the mesh; Lightning's plugin only casts.
         return MixedPrecision("16-mixed", device_type, scaler=GradScaler(device_type, enabled=False))
     return Precision()
+
+
+def _nothing() -> None:
+    """For a precision that nobody waits for."""

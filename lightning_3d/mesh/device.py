@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_3d.errors import MeshError
 from lightning_3d.mesh.spec import AXES, DATA_REPLICATE, DATA_SHARD, MeshSpec
 
-_DATA = "data_parallel"
+_DATA, _TENSOR = "data_parallel", "tensor_parallel"
 
 
 def build_device_mesh(spec: MeshSpec, device_type: str) -> DeviceMesh:
@@ -47,6 +47,11 @@ def data_axis_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Returns the 1-D mesh of the ranks that see different samples, flattened if there are replicas."""
     # Slicing the flattened name off the root would do too, but torch warns about it.
     return data_mesh(mesh)._flatten(_DATA) if _has_replicas(mesh) else mesh[_DATA]
+
+
+def tensor_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Returns the 1-D mesh of the ranks that compute each layer together."""
+    return mesh[_TENSOR]
 
 
 def _has_replicas(mesh: DeviceMesh) -> bool:

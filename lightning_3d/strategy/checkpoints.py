@@ -24,6 +24,7 @@ from lightning_3d.checkpoint.restore import (
 )
 from lightning_3d.checkpoint.store import MODULE_KEY, OPTIMIZERS_KEY, CheckpointState, is_remote, save
 from lightning_3d.precision import Mesh3DPrecision
+from lightning_3d.shards.layout import Layout
 
 _PRECISION_KEY = Mesh3DPrecision.__qualname__
 # Under this name plain Lightning keeps the state of its loss scaler.
@@ -45,34 +46,46 @@ class CheckpointDoor:
         self._device = device
         self._stored: StoredCheckpoint | None = None
 
-    def save(self, checkpoint: Mapping[str, Any], path: str | Path) -> None:
-        """Saves what Lightning collected, beside this rank's random states. Every rank calls it."""
+    def save(self, checkpoint: Mapping[str, Any], path: str | Path, layouts: Mapping[str, Layout]) -> None:
+        """Saves what Lightning collected, beside this rank's random states. Every rank calls it.
+
+        Args:
+            checkpoint: From Lightning's ``dump_checkpoint``.
+            path: Where to.
+            layouts: How the tensor axis cuts parameters, by every name that they have.
+        """
         content = dict(checkpoint)
         if _PRECISION_KEY in content:
             content[_LIGHTNING_PRECISION_KEY] = content[_PRECISION_KEY]
-        state = CheckpointState.of(content, random_state(self._device))
+        state = CheckpointState.of(content, random_state(self._device), layouts)
         save(path, state, distributed=self._distributed, group=self._group)
 
-    def open(self, path: str | Path, module: nn.Module, *, weights_only: bool | None) -> dict[str, Any]:
+    def open(
+        self, path: str | Path, module: nn.Module, layouts: Mapping[str, Layout], *, weights_only: bool | None
+    ) -> dict[str, Any]:
         """Returns a checkpoint in Lightning's form, its weights laid out as the module's. Every rank calls it."""
         stored = open_checkpoint(path, weights_only=weights_only, group=self._group)
         self._stored = stored
         content = dict(stored.metadata)
         if _LIGHTNING_PRECISION_KEY in content:
             content.setdefault(_PRECISION_KEY, content[_LIGHTNING_PRECISION_KEY])
-        content[MODULE_KEY] = read_module_state(stored, module, group=self._group)
+        content[MODULE_KEY] = read_module_state(stored, module, group=self._group, layouts=layouts)
         if stored.optimizers is not None:
             content[OPTIMIZERS_KEY] = stored.optimizers
         return content
 
-    def load_module(self, checkpoint: Mapping[str, Any], module: nn.Module, *, strict: bool) -> None:
+    def load_module(
+        self, checkpoint: Mapping[str, Any], module: nn.Module, layouts: Mapping[str, Layout], *, strict: bool
+    ) -> None:
         """Loads the weights of an opened checkpoint, as hooks may have edited them."""
-        load_module_state(module, checkpoint[MODULE_KEY], strict=strict)
+        load_module_state(module, checkpoint[MODULE_KEY], strict=strict, layouts=layouts)
 
-    def load_optimizers(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def load_optimizers(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], layouts: Mapping[str, Layout]
+    ) -> None:
         """Loads the optimizers' states of the opened checkpoint. Every rank calls it."""
         assert self._stored is not None, "Lightning restores optimizers from a checkpoint that it has loaded"
-        load_optimizers(self._stored, module, optimizers, group=self._group)
+        load_optimizers(self._stored, module, optimizers, group=self._group, layouts=layouts)
 
     def begin_training(self) -> None:
         """Puts random states back, when nothing else draws before training any more, and lets the checkpoint go."""

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_unflatten
 from lightning_3d.batches.peek import first_batch
 from lightning_3d.errors import BatchError
 from lightning_3d.precision import Mesh3DPrecision
-from lightning_3d.strategy.idle import idle_optimizers
 
 _STAGES = {
     TrainerFn.FITTING: "training",
@@ -50,7 +49,7 @@ class FirstStep:
     def __call__(self) -> Any:
         """Runs the step and returns its output."""
         step: Callable[..., Any] = getattr(self._module, f"{self._stage}_step")
-        with self._context(), idle_optimizers(self._module):
+        with self._context():
             return step(*self._args)
 
     def loader(self, given: Any) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -18,9 +19,9 @@ from lightning_3d.graph.parameters import class_name
 from lightning_3d.initial.broadcast import BufferBroadcast
 from lightning_3d.initial.replay import InitTape
 from lightning_3d.mesh.spec import MeshSpec
-from lightning_3d.parallel.data.engine import DataEngine
-from lightning_3d.plan import Plan, apply_plan, make_plan
+from lightning_3d.plan import MeshEngine, Plan, apply_plan, make_plan
 from lightning_3d.precision import Mesh3DPrecision
+from lightning_3d.shards.layout import Layout
 from lightning_3d.strategy.doors import ModuleDoors
 from lightning_3d.strategy.run import RunOnMesh
 
@@ -41,9 +42,14 @@ class AppliedModule:
 
     module: LightningModule
     plan: Plan
-    engine: DataEngine
+    engine: MeshEngine
     share_buffers: Callable[[], None]
     doors: ModuleDoors
+
+    @property
+    def layouts(self) -> Mapping[str, Layout]:
+        """How the tensor axis cuts parameters, by a name of each."""
+        return self.plan.layouts
 
 
 def apply_module(
@@ -54,6 +60,7 @@ def apply_module(
     config: StrategyConfig,
     precision: Mesh3DPrecision,
     tape: InitTape | None,
+    step: Callable[[], Any] | None = None,
 ) -> AppliedModule:
     """Makes a whole module this rank's part of it.
 
@@ -64,6 +71,7 @@ def apply_module(
         config: The strategy's options.
         precision: Converts the module, and says how gathered parameters are cast.
         tape: Recorded initialisation of a module on the meta device.
+        step: Runs the user's step on its first batch, for axes that are planned by what it computes.
 
     Raises:
         ModuleError: The module is cut already, or lies on the meta device without a recording.
@@ -73,8 +81,16 @@ def apply_module(
     precision.convert_module(module)
     # Manual optimization runs backward inside the step, which only an engine of units can follow.
     inside = not module.automatic_optimization and spec.data > 1
-    plan = make_plan(module, spec, config, casts=precision.shards_cast, backward_inside=inside)
-    engine = apply_plan(module, plan, run.mesh, device=run.device, tape=tape, policy=precision.fsdp_policy())
+    plan = make_plan(module, spec, config, casts=precision.shards_cast, backward_inside=inside, step=step)
+    engine = apply_plan(
+        module,
+        plan,
+        run.mesh,
+        world=run.world_group,
+        device=run.device,
+        tape=tape,
+        policy=precision.fsdp_policy(),
+    )
     share = BufferBroadcast(module, run.data_group) if spec.data > 1 else _nothing
     return AppliedModule(module, plan, engine, share, ModuleDoors(module))
 

@@ -23,6 +23,7 @@ from lightning_3d.mesh.topology import Topology
 from lightning_3d.plan import unwatch_calls, watch_calls
 from lightning_3d.strategy.ends import check_enough_samples
 from lightning_3d.strategy.evaluation import Evaluator
+from lightning_3d.strategy.first_step import FirstStep
 from lightning_3d.strategy.life import (
     AppliedModule,
     apply_module,
@@ -30,6 +31,7 @@ from lightning_3d.strategy.life import (
     check_untouched,
     optimizer_parameters,
 )
+from lightning_3d.strategy.replicas import share_generators
 from lightning_3d.strategy.run import evaluate_without_inference_mode
 from lightning_3d.strategy.saving import SavingStrategy
 from lightning_3d.strategy.steps import StepRunner
@@ -121,6 +123,7 @@ class Mesh3DStrategy(SavingStrategy):
         super().__init__(StrategyConfig(**options).check())
         self._tape: InitTape | None = None
         self._applied: AppliedModule | None = None
+        self._first_step: FirstStep | None = None
         self._runner: StepRunner | None = None
         self._evaluator: Evaluator | None = None
 
@@ -165,6 +168,7 @@ class Mesh3DStrategy(SavingStrategy):
             trained=lambda: optimizer_parameters(self.optimizers),
             share_buffers=applied.share_buffers,
         )
+        self._precision.before_backward_hooks = self._runner.gradients_arrived
         self._evaluator = Evaluator(applied.module, self._runner, ends=run.ends, precision=self._precision)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -177,6 +181,9 @@ class Mesh3DStrategy(SavingStrategy):
         module = self.lightning_module
         assert module is not None
         if self._applied is None or self._applied.module is not module:
+            if self.mesh_spec.tensor > 1:
+                share_generators(self._on_mesh.tensor_group)
+                self._first_step = FirstStep(module.trainer, module, self._precision)
             self._applied = apply_module(
                 module,
                 self._on_mesh,
@@ -184,6 +191,7 @@ class Mesh3DStrategy(SavingStrategy):
                 config=self.config,
                 precision=self._precision,
                 tape=self._tape,
+                step=self._first_step,
             )
             self._tape = None
             if self.config.explain:
@@ -307,6 +315,8 @@ class Mesh3DStrategy(SavingStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         assert trainer.state.stage is not None
+        if self._first_step is not None:
+            dataloader = self._first_step.loader(dataloader)
         check_enough_samples(dataloader, self.data_size, trainer.state.stage.value)
         return self._on_mesh.ends.process(
             dataloader, trainer, lambda batch, at: self._evaluation.repeat(batch, at, self.batch_to_device)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_3d.config.schema import StrategyConfig
 from lightning_3d.gradients import clip_by_norm, clip_by_value
-from lightning_3d.mesh.device import build_device_mesh, data_axis_mesh
+from lightning_3d.mesh.device import build_device_mesh, data_axis_mesh, tensor_mesh
 from lightning_3d.mesh.spec import MeshSpec
 from lightning_3d.random.streams import RandomStreams
 from lightning_3d.strategy.checkpoints import CheckpointDoor
@@ -33,6 +33,7 @@ class RunOnMesh:
         self.device = device
         self.mesh = build_device_mesh(spec, device.type)
         self.data_group = data_axis_mesh(self.mesh).get_group()
+        self.tensor_group = tensor_mesh(self.mesh).get_group()
         world = dist.group.WORLD
         assert world is not None, "the processes have met"
         self.world_group: dist.ProcessGroup = world

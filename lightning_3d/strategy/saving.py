@@ -8,11 +8,13 @@ from typing import Any
 
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_3d.checkpoint.layout import full_state_dict, module_state
+from lightning_3d.checkpoint.layout import canonical, every_name, full_state_dict, module_state, whole
 from lightning_3d.checkpoint.optimizers import optimizer_state
+from lightning_3d.checkpoint.packed import packed
 from lightning_3d.errors import CheckpointError
 from lightning_3d.strategy.life import AppliedModule
 from lightning_3d.strategy.processes import MeshStrategy
@@ -32,8 +34,25 @@ class SavingStrategy(MeshStrategy):
 
     def full_state_dict(self) -> dict[str, Any]:
         """Returns the module's whole state on the CPU, on every rank. Every rank must call it."""
-        self._module_on_mesh.engine.rest()
-        return full_state_dict(self._module_on_mesh.module, keep=True)
+        applied = self._module_on_mesh
+        applied.engine.rest()
+        return full_state_dict(applied.module, keep=True, layouts=applied.layouts)
+
+    def full_tensor(self, name: str, tensor: Tensor) -> Tensor:
+        """Returns the whole of a parameter, of its gradient, or of a tensor of its optimizer state.
+
+        A packed parameter that is cut over the tensor axis comes in its original order, which its own ``full_tensor()``
+        does not know. Every rank must call it.
+
+        Args:
+            name: Name of the parameter in the module.
+            tensor: As this rank holds it.
+        """
+        applied = self._module_on_mesh
+        layouts = every_name(applied.module, applied.layouts)
+        found = whole(packed(tensor.detach(), layouts.get(canonical(name))), keep=True)
+        assert found is not None, "it was asked for"
+        return found.to(tensor.device)
 
     @property
     @override
@@ -51,12 +70,13 @@ class SavingStrategy(MeshStrategy):
         applied = self._module_on_mesh
         applied.engine.rest()
         applied.share_buffers()
-        return module_state(applied.module)
+        return module_state(applied.module, applied.layouts)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return optimizer_state(self._module_on_mesh.module, plain)
+        applied = self._module_on_mesh
+        return optimizer_state(applied.module, plain, applied.layouts)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
@@ -65,22 +85,28 @@ class SavingStrategy(MeshStrategy):
                 "storage_options belong to a CheckpointIO, and Mesh3DStrategy writes checkpoints itself.",
                 fix="trainer.save_checkpoint(path) without storage_options",
             )
-        self._on_mesh.checkpoints.save(checkpoint, self.broadcast(str(filepath)))
+        applied = self._module_on_mesh
+        names = every_name(applied.module, applied.layouts)
+        self._on_mesh.checkpoints.save(checkpoint, self.broadcast(str(filepath)), names)
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         # Lightning loads before setup. The module is cut now, so that each rank reads its own part only.
         applied = self._apply()
         applied.engine.rest()
-        return self._on_mesh.checkpoints.open(str(checkpoint_path), applied.module, weights_only=weights_only)
+        return self._on_mesh.checkpoints.open(
+            str(checkpoint_path), applied.module, applied.layouts, weights_only=weights_only
+        )
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self._on_mesh.checkpoints.load_module(checkpoint, self._module_on_mesh.module, strict=strict)
+        applied = self._module_on_mesh
+        self._on_mesh.checkpoints.load_module(checkpoint, applied.module, applied.layouts, strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self._on_mesh.checkpoints.load_optimizers(self._module_on_mesh.module, self.optimizers)
+        applied = self._module_on_mesh
+        self._on_mesh.checkpoints.load_optimizers(applied.module, self.optimizers, applied.layouts)
 
     @override
     def on_train_start(self) -> None:

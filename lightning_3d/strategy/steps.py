@@ -23,7 +23,8 @@ from lightning_3d.config.schema import StrategyConfig
 from lightning_3d.errors import BatchError, ModuleError
 from lightning_3d.gradients import scale_gradients
 from lightning_3d.graph.calls import shadow
-from lightning_3d.parallel.data.engine import DataEngine, explained
+from lightning_3d.parallel.data.engine import explained
+from lightning_3d.plan import MeshEngine
 from lightning_3d.precision import Mesh3DPrecision
 from lightning_3d.random.seeds import derive_seed
 from lightning_3d.random.streams import RandomStreams
@@ -39,7 +40,7 @@ class StepRunner:
 
     Args:
         module: The user's module.
-        engine: Runs its steps on the data axis.
+        engine: Runs its steps on the mesh.
         precision: Contexts and the loss scale.
         config: The strategy's options.
         streams: Random streams, or None for torch's generator alone.
@@ -51,7 +52,7 @@ class StepRunner:
     def __init__(
         self,
         module: LightningModule,
-        engine: DataEngine,
+        engine: MeshEngine,
         precision: Mesh3DPrecision,
         *,
         config: StrategyConfig,
@@ -111,11 +112,17 @@ class StepRunner:
         """
         if self._gradients is not None:
             return self._restore_gradients(loss)
-        if self._inside_step:
+        with self._engine.backward():
+            if not self._inside_step:
+                return plain(loss if self._loss_factor is None else loss * self._loss_factor)
             result = plain(self._engine.before_inner_backward(loss))
-            self._engine.after_inner_backward()
-            return result
-        return plain(loss if self._loss_factor is None else loss * self._loss_factor)
+        self._engine.after_inner_backward()
+        return result
+
+    def gradients_arrived(self) -> None:
+        """Called between a backward and the hooks that see its gradients."""
+        if not self.accumulating:
+            self._engine.gradients_arrived()
 
     def before_optimizer_step(self) -> None:
         """Divides the gradients of a weighted window once, before hooks and clipping see them."""
@@ -209,7 +216,8 @@ class StepRunner:
                 valid='a tensor, or a mapping with "loss"',
                 fix="return a loss for every batch, or num_microbatches=1",
             )
-        self._module.backward(self._precision.scaled(loss * factor))
+        with self._engine.backward():
+            self._module.backward(self._precision.scaled(loss * factor))
 
     def _set_gradients_aside(self) -> list[tuple[Tensor, Tensor | None]] | None:
         """Makes room for a new window: Lightning zeroes gradients only after the step, which has its own by then.
