@@ -75,6 +75,11 @@ def around_forward(module: nn.Module, handler: Handler) -> None:
     attributes[_FORWARD_HANDLER] = handler
 
 
+def forward_is_handled(module: nn.Module) -> bool:
+    """Returns whether ``forward`` of ``module`` has a handler."""
+    return module.__dict__.get(_FORWARD_HANDLER) is not None
+
+
 def plain_calls(module: nn.Module) -> None:
     """Takes the handlers of ``module`` away; calls are what they were before."""
     module.__dict__.pop(_HANDLER, None)
