@@ -12,6 +12,7 @@ from lightning_3d.shards.foreign import check_no_foreign_function
 from lightning_3d.shards.gathered import run_gathered
 from lightning_3d.shards.refusal import Unshardable
 from lightning_3d.shards.rules import PROPERTIES, RULES
+from lightning_3d.shards.rules.table import called
 from lightning_3d.shards.tensor import ShardTensor
 
 
@@ -39,7 +40,7 @@ def dispatch(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
     if kwargs.get("out") is not None:
         return run_gathered(function, args, kwargs, "the result has a place already")
     try:
-        return rule(*args, **kwargs)
+        return called(rule, args, kwargs)
     except Unshardable as refusal:
         return run_gathered(function, args, kwargs, str(refusal))
 
@@ -51,7 +52,7 @@ def _as_method(function: Callable[..., Any], rule: Callable[..., Any]) -> Callab
         if not grad_enabled():
             check_no_foreign_function((self, *args))
         try:
-            return rule(self, *args, **kwargs)
+            return called(rule, (self, *args), kwargs) if kwargs else rule(self, *args)
         except Unshardable as refusal:
             return run_gathered(function, (self, *args), kwargs, str(refusal))
 

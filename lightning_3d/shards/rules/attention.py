@@ -54,7 +54,7 @@ def scaled_dot_product_attention(
         out = F.scaled_dot_product_attention(
             own_query, own_key, own_value, mask, 0.0, is_causal, scale=scale, enable_gqa=shared
         )
-    return shard.like(out, dim, segments, query, key, value, attn_mask)
+    return shard.like(out, dim, segments)
 
 
 @table.rule(F.multi_head_attention_forward)

@@ -87,7 +87,7 @@ def baddbmm(added: Tensor, batch1: Tensor, batch2: Tensor, **options: Any) -> Te
     if shard.dim() - shard._dim != 3:
         raise Unshardable(f"the matrices are cut along {shard.cut} of {shard.dim()}")
     operands = [own_operand(each, shard) for each in (added, batch1, batch2)]
-    return shard.like(torch.baddbmm(*operands, **options), 0, shard._segments, added, batch1, batch2)
+    return shard.like(torch.baddbmm(*operands, **options), 0, shard._segments)
 
 
 def mapped(
@@ -115,7 +115,7 @@ def mapped(
 def _by_columns(x: Tensor, weight: ShardTensor, bias: Tensor | None, product: Product) -> Tensor:
     whole = whole_sequence(x) if isinstance(x, ShardTensor) else entered(x, weight._group)
     out = product(whole, weight._local, _own_bias(bias, weight))
-    return weight.like(out, out.dim() - 1, weight._segments, x, bias)
+    return weight.like(out, out.dim() - 1, weight._segments)
 
 
 def _by_rows(x: Tensor, weight: ShardTensor, bias: Tensor | None, product: Product, sequence_dim: int | None) -> Tensor:
@@ -128,7 +128,7 @@ def _by_rows(x: Tensor, weight: ShardTensor, bias: Tensor | None, product: Produ
         own = x._local
     else:
         raise Unshardable(f"the input is cut along {x.cut} of {x.dim()}, the weight's inputs in {weight._segments}")
-    total = summed(product(own, weight._local, None), weight, x, dim=sequence_dim)
+    total = summed(product(own, weight._local, None), weight, dim=sequence_dim)
     # Once, after the sum.
     return total if bias is None else total + bias
 
@@ -142,7 +142,7 @@ def _by_whole_weight(x: Tensor, weight: Tensor, bias: Tensor | None, product: Pr
         raise Unshardable("the input's features are cut, the weight is not")
     group = x._group
     out = product(x._local, entered(weight, group), None if bias is None else entered(bias, group))
-    return x.like(out, x._dim, x._segments, weight, bias)
+    return x.like(out, x._dim, x._segments)
 
 
 def _own_bias(bias: Tensor | None, weight: ShardTensor) -> Tensor | None:
@@ -175,11 +175,11 @@ def _batches(x: Tensor, other: Tensor) -> Tensor:
         if (left and right and left != right) or not alike:
             raise Unshardable("the two batches of matrices are cut in different ways")
         out = torch.matmul(own_operand(x, shard), own_operand(other, shard))
-        return shard.like(out, -max(left, right), segments, x, other)
+        return shard.like(out, -max(left, right), segments)
     if (left, right) == (2, 0):
-        return shard.like(torch.matmul(_local(x), entered(other, group)), -2, segments, other)
+        return shard.like(torch.matmul(_local(x), entered(other, group)), -2, segments)
     if (left, right) == (0, 1):
-        return shard.like(torch.matmul(entered(x, group), _local(other)), -1, segments, x)
+        return shard.like(torch.matmul(entered(x, group), _local(other)), -1, segments)
     if (left, right) == (1, 2) and alike:
         return nodes.reduce(torch.matmul(_local(x), _local(other)), group)
     raise Unshardable(f"the matrices are cut along {_where(x)} and {_where(other)}")
@@ -223,7 +223,7 @@ def einsum(equation: Any, *operands: Any) -> Tensor:
     out = torch.einsum(equation, *own)
     if summed_over:
         return nodes.reduce(out, first._group)
-    return first.like(out, result.index(letter), first._segments, *tensors)
+    return first.like(out, result.index(letter), first._segments)
 
 
 def _letters(equation: Any, operands: tuple[Any, ...]) -> tuple[list[str], str]:

@@ -34,14 +34,14 @@ def embedding(
     if not isinstance(weight, ShardTensor):
         assert isinstance(indices, ShardTensor)
         rows = F.embedding(indices._local, entered(weight, indices._group), padding_idx)
-        return indices.like(rows, indices._dim, indices._segments, weight)
+        return indices.like(rows, indices._dim, indices._segments)
     if isinstance(indices, ShardTensor):
         raise Unshardable("both the indices and the table are cut")
     if weight._dim == 1:
-        return weight.like(F.embedding(indices, weight._local, padding_idx), -1, weight._segments, indices)
+        return weight.like(F.embedding(indices, weight._local, padding_idx), -1, weight._segments)
     if len(weight._segments) > 1:
         raise Unshardable("the vocabulary is cut in several segments")
-    return summed(_own_rows(indices, weight, padding_idx), weight, indices)
+    return summed(_own_rows(indices, weight, padding_idx), weight)
 
 
 def _own_rows(indices: Tensor, weight: ShardTensor, padding_idx: int | None) -> Tensor:

@@ -107,7 +107,7 @@ def _element_by_element(function: Callable[..., Tensor]) -> Callable[..., Tensor
         if x.shape != target.shape:
             raise Unshardable(f"{function.__name__} of tensors of two shapes")
         own = (own_operand(each, shard) for each in (x, target))
-        losses = shard.like(function(*own, reduction="none", **options), shard._dim, shard._segments, x, target)
+        losses = shard.like(function(*own, reduction="none", **options), shard._dim, shard._segments)
         if reduction == "none":
             return losses
         if reduction == "batchmean":

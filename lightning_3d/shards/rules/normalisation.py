@@ -28,7 +28,7 @@ def layer_norm(
     """A norm over the last dims."""
     shard = _over_whole_dims("layer_norm", x, len(normalized_shape), weight, bias)
     out = F.layer_norm(shard._local, normalized_shape, _entered(weight, shard), _entered(bias, shard), eps)
-    return shard.like(out, shard._dim, shard._segments, weight, bias)
+    return shard.like(out, shard._dim, shard._segments)
 
 
 @table.rule(F.rms_norm, torch.rms_norm)
@@ -38,7 +38,7 @@ def rms_norm(
     """A norm over the last dims, without their mean."""
     shard = _over_whole_dims("rms_norm", x, len(normalized_shape), weight)
     out = F.rms_norm(shard._local, normalized_shape, _entered(weight, shard), eps)
-    return shard.like(out, shard._dim, shard._segments, weight)
+    return shard.like(out, shard._dim, shard._segments)
 
 
 @table.rule(F.group_norm, torch.group_norm)
@@ -60,7 +60,7 @@ def group_norm(
         out = F.group_norm(shard._local, num_groups // group.size, own_weight, own_bias, eps)
     else:
         raise Unshardable(f"group_norm of {num_groups} groups over channels cut in {segments}")
-    return shard.like(out, dim, segments, weight, bias)
+    return shard.like(out, dim, segments)
 
 
 @table.rule(F.normalize)

@@ -1,4 +1,4 @@
-"""Reductions, softmax and choices: on the local part where the dim is whole, by an exchange of results where it is cut."""
+"""Reductions, softmax and choices: on parts where their dim is whole, by an exchange of results where it is cut."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _over_whole_dims(function: Function, position: int, default: int | None) -> 
     """Makes the rule of a function that needs all of its dims on each rank."""
 
     def rule(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        dim = kwargs.get("dim", kwargs.get("axis", args[position] if len(args) > position else default))
+        dim = kwargs.get("dim", args[position] if len(args) > position else default)
         shard = _shard(x, function)
         dims = _dims(dim, shard)
         if shard._dim in dims:

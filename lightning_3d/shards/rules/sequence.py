@@ -14,13 +14,12 @@ from lightning_3d.shards.refusal import Unshardable
 from lightning_3d.shards.tensor import ShardTensor
 
 
-def summed(partial: Tensor, shard: ShardTensor, *others: object, dim: int | None = -2) -> Tensor:
+def summed(partial: Tensor, shard: ShardTensor, dim: int | None = -2) -> Tensor:
     """Returns the sum over the ranks of partial results: replicated, or cut along the sequence.
 
     Args:
         partial: This rank's.
         shard: An operand; the result is of its class.
-        others: Further operands.
         dim: The sequence, None for a replicated result. Rows of a matrix are cut as those that were gathered before.
     """
     group, dims = shard._group, partial.dim()
@@ -29,7 +28,7 @@ def summed(partial: Tensor, shard: ShardTensor, *others: object, dim: int | None
         rows = partial.shape[dim]
         segments = group.rows_of(rows) if dims == 2 else (rows,) if rows % group.size == 0 else None
         if segments is not None:
-            return shard.like(nodes.reduce_part(partial, group, dim, segments), dim, segments, *others)
+            return shard.like(nodes.reduce_part(partial, group, dim, segments), dim, segments)
     return nodes.reduce(partial, group)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor
 
 Function = Callable[..., Any]
 _Rule = TypeVar("_Rule", bound=Function)
+
+# As numpy has them.
+_OTHER_NAMES: Mapping[str, str] = {"axis": "dim", "keepdims": "keepdim"}
 
 
 class RuleTable:
@@ -41,6 +44,16 @@ class RuleTable:
     def items(self) -> Iterator[tuple[Function, Function]]:
         """Returns pairs of function and rule."""
         return iter(self._rules.items())
+
+
+def called(rule: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Returns what a rule makes of arguments, also under the names that torch knows besides the rule's own."""
+    if not kwargs:
+        return rule(*args)
+    named = {_OTHER_NAMES.get(name, name): value for name, value in kwargs.items()}
+    if not args and "input" in named:
+        args = (named.pop("input"),)
+    return rule(*args, **named)
 
 
 def spellings(name: str) -> tuple[Function, ...]:

@@ -83,7 +83,7 @@ def agree(
     for index, leaf in enumerate(leaves):
         _compare_gradients([gradients[index] for _, gradients, _ in ranks], leaf.grad, layouts.get(index), tolerance)
     ran = ranks[0][2]
-    assert ran.gathered == frozenset(gathers)
+    assert ran.gathered == frozenset(gathers), ran.gathered
     return ran
 
 
