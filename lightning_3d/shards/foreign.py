@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from lightning_3d.errors import ModuleError
 from lightning_3d.shards.tensor import ShardTensor
@@ -17,8 +18,9 @@ _APPLY = vars(torch.autograd.Function)["apply"].__func__.__code__
 def check_no_foreign_function(args: Iterable[Any]) -> None:
     """Refuses shards that want gradients inside the forward of a custom autograd function.
 
-    Called where gradients are off, as they are there. A shard that was made there wants none; one that does came in
-    through ``apply``, which knows of plain tensors only.
+    Called where gradients are off, as they are there. A shard that was made there wants none. One that does came in
+    through ``apply``, which knows of plain tensors only; or it is a weight that the forward finds by itself, as in a
+    checkpointed block, and nobody expects its gradients from this function.
 
     Args:
         args: Arguments of the operation.
@@ -26,12 +28,13 @@ def check_no_foreign_function(args: Iterable[Any]) -> None:
     Raises:
         ModuleError: Names the function.
     """
-    if not any(isinstance(arg, ShardTensor) and arg._local.requires_grad for arg in args):
+    wanting = {id(arg) for arg in args if isinstance(arg, ShardTensor) and arg._local.requires_grad}
+    if not wanting:
         return
     frame: Any = sys._getframe(1)
     below = frame
     while frame is not None:
-        if frame.f_code is _APPLY:
+        if frame.f_code is _APPLY and wanting.intersection(map(id, pytree.tree_leaves(frame.f_locals["args"]))):
             name = frame.f_locals["cls"].__name__
             raise ModuleError(
                 f"the custom autograd function {name} was given a tensor that is cut over the tensor-parallel ranks "

@@ -95,7 +95,9 @@ def attention_with_dropout(
         return handled
     if not group.options.exact_random:
         with own_numbers(query, group):
-            return F.scaled_dot_product_attention(query, key, value, mask, p, is_causal, scale, enable_gqa)
+            return F.scaled_dot_product_attention(
+                query, key, value, mask, p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
     weights = _attention_weights(query, key, mask, is_causal, scale)
     shape = list(weights.shape)
     shape[dim] = sum(segments)
