@@ -1,11 +1,12 @@
 """Reductions and choices along the dim that is cut, on plain local tensors, without gathering them.
 
-A rank holds one run of the dim. Results are replicated, and so are their gradients: the gradient of a local tensor is
-its part of the whole gradient. Indices are global.
+A rank holds one run of the dim, the last rank perhaps a shorter one. Results are replicated, and so are their
+gradients: the gradient of a local tensor is its part of the whole gradient. Indices are global.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_3d.shards.group import ShardGroup
+from lightning_3d.shards.layout import extended, longest, own_length
 from lightning_3d.shards.nodes import reduce
 from lightning_3d.shards.protocol import applied, one_call
 
@@ -42,7 +44,12 @@ def total(
 
 @one_call
 def mean(
-    local: Tensor, group: ShardGroup, dim: Dims, keepdim: bool = False, dtype: torch.dtype | None = None
+    local: Tensor,
+    group: ShardGroup,
+    dim: Dims,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+    count: int | None = None,
 ) -> Tensor:
     """Returns the mean over dims of which one is cut: `torch.mean`, by one sum over the ranks.
 
@@ -52,10 +59,13 @@ def mean(
         dim: One or more dims, the cut one among them.
         keepdim: Keeps the dims, of length one.
         dtype: Of the result; None as in torch.
+        count: Elements of each mean; by default those of equal parts.
     """
+    if count is None:
+        count = math.prod(local.shape[each] for each in ((dim,) if isinstance(dim, int) else dim)) * group.size
     result = dtype or local.dtype
     work = torch.promote_types(result, torch.float32)
-    return reduce(local.mean(dim, keepdim, dtype=work) / group.size, group).to(result)
+    return reduce(local.sum(dim, keepdim, dtype=work) / count, group).to(result)
 
 
 @one_call
@@ -85,7 +95,7 @@ def amin(local: Tensor, group: ShardGroup, dim: Dims, keepdim: bool = False) -> 
 
 
 @one_call
-def largest(local: Tensor, group: ShardGroup, dim: int, keepdim: bool = False) -> Choice:
+def largest(local: Tensor, group: ShardGroup, dim: int, keepdim: bool = False, length: int | None = None) -> Choice:
     """Returns the largest values along the cut dim and where they are: `torch.max` with a dim.
 
     Args:
@@ -93,15 +103,16 @@ def largest(local: Tensor, group: ShardGroup, dim: int, keepdim: bool = False) -
         group: The ranks.
         dim: The cut dim.
         keepdim: Keeps the dim, of length one.
+        length: Global length of the cut dim; by default that of equal parts.
 
     Returns:
         Values and global indices; of equal values the first.
     """
-    return torch.return_types.max(_first(local, group, dim, keepdim, True))
+    return torch.return_types.max(_first(local, group, dim, keepdim, True, length))
 
 
 @one_call
-def smallest(local: Tensor, group: ShardGroup, dim: int, keepdim: bool = False) -> Choice:
+def smallest(local: Tensor, group: ShardGroup, dim: int, keepdim: bool = False, length: int | None = None) -> Choice:
     """Returns the smallest values along the cut dim and where they are: `torch.min` with a dim.
 
     Args:
@@ -109,15 +120,16 @@ def smallest(local: Tensor, group: ShardGroup, dim: int, keepdim: bool = False) 
         group: The ranks.
         dim: The cut dim.
         keepdim: Keeps the dim, of length one.
+        length: Global length of the cut dim; by default that of equal parts.
 
     Returns:
         Values and global indices; of equal values the first.
     """
-    return torch.return_types.min(_first(local, group, dim, keepdim, False))
+    return torch.return_types.min(_first(local, group, dim, keepdim, False, length))
 
 
 @one_call
-def argmax(local: Tensor, group: ShardGroup, dim: int, keepdim: bool = False) -> Tensor:
+def argmax(local: Tensor, group: ShardGroup, dim: int, keepdim: bool = False, length: int | None = None) -> Tensor:
     """Returns where along the cut dim the largest values are: `torch.argmax` with a dim.
 
     Args:
@@ -125,12 +137,13 @@ def argmax(local: Tensor, group: ShardGroup, dim: int, keepdim: bool = False) ->
         group: The ranks.
         dim: The cut dim.
         keepdim: Keeps the dim, of length one.
+        length: Global length of the cut dim; by default that of equal parts.
     """
-    return _first(local.detach(), group, dim, keepdim, True)[1]
+    return _first(local.detach(), group, dim, keepdim, True, length)[1]
 
 
 @one_call
-def argmin(local: Tensor, group: ShardGroup, dim: int, keepdim: bool = False) -> Tensor:
+def argmin(local: Tensor, group: ShardGroup, dim: int, keepdim: bool = False, length: int | None = None) -> Tensor:
     """Returns where along the cut dim the smallest values are: `torch.argmin` with a dim.
 
     Args:
@@ -138,8 +151,9 @@ def argmin(local: Tensor, group: ShardGroup, dim: int, keepdim: bool = False) ->
         group: The ranks.
         dim: The cut dim.
         keepdim: Keeps the dim, of length one.
+        length: Global length of the cut dim; by default that of equal parts.
     """
-    return _first(local.detach(), group, dim, keepdim, False)[1]
+    return _first(local.detach(), group, dim, keepdim, False, length)[1]
 
 
 @one_call
@@ -150,6 +164,7 @@ def topk(
     dim: int = -1,
     largest: bool = True,
     sorted: bool = True,  # noqa: A002
+    length: int | None = None,
 ) -> Choice:
     """Returns the k largest or smallest values along the cut dim: `torch.topk`.
 
@@ -160,15 +175,18 @@ def topk(
         dim: The cut dim.
         largest: False takes the smallest.
         sorted: Whether they come in order.
+        length: Global length of the cut dim; by default that of equal parts.
 
     Returns:
         Values and global indices. Which of equal values are taken is as open as in torch.
     """
-    return torch.return_types.topk(applied(_Choose, local, group, dim % local.dim(), k, largest, sorted))
+    dim %= local.dim()
+    length = _whole_length(local, group, dim, length)
+    return torch.return_types.topk(applied(_Choose, local, group, dim, length, k, largest, sorted))
 
 
 @one_call
-def pick(local: Tensor, group: ShardGroup, dim: int, index: Tensor) -> Tensor:
+def pick(local: Tensor, group: ShardGroup, dim: int, index: Tensor, length: int | None = None) -> Tensor:
     """Returns the values at global indices along the cut dim: `torch.gather`, by one sum over the ranks.
 
     Args:
@@ -176,13 +194,19 @@ def pick(local: Tensor, group: ShardGroup, dim: int, index: Tensor) -> Tensor:
         group: The ranks.
         dim: The cut dim.
         index: Replicated; of as many dims as the tensor.
+        length: Global length of the cut dim; by default that of equal parts.
 
     Raises:
         IndexError: An index is out of bounds. On an accelerator it is the kernel that fails, later.
     """
-    _check_indices(index, local.shape[dim] * group.size)
-    picked: Tensor = applied(_Pick, local, group, dim % local.dim(), index)
+    length = _whole_length(local, group, dim, length)
+    _check_indices(index, length)
+    picked: Tensor = applied(_Pick, local, group, dim % local.dim(), length, index)
     return picked
+
+
+def _whole_length(local: Tensor, group: ShardGroup, dim: int, length: int | None) -> int:
+    return local.shape[dim] * group.size if length is None else length
 
 
 def _check_indices(index: Tensor, length: int) -> None:
@@ -204,28 +228,28 @@ def own_positions(index: Tensor, group: ShardGroup, length: int) -> tuple[Tensor
     Args:
         index: Global indices along the cut dim.
         group: The ranks.
-        length: Of this rank's part.
+        length: Global length of the cut dim.
 
     Returns:
         Positions, 0 for those of other ranks, and which are this rank's.
     """
-    positions = index - group.rank * length
-    held = (positions >= 0) & (positions < length)
+    positions = index - group.rank * longest(length, group.size)
+    held = (positions >= 0) & (positions < own_length(length, group.rank, group.size))
     return positions.masked_fill(~held, 0), held
 
 
 class _Pick(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, group: ShardGroup, dim: int, index: Tensor) -> Tensor:
-        positions, held = own_positions(index, group, local.shape[dim])
+    def forward(ctx: Any, local: Tensor, group: ShardGroup, dim: int, length: int, index: Tensor) -> Tensor:
+        positions, held = own_positions(index, group, length)
         ctx.save_for_backward(positions, held)
         ctx.dim, ctx.shape = dim, local.shape
         return group.sum(local.gather(dim, positions).masked_fill(~held, 0))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _scattered(gradient, ctx), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _scattered(gradient, ctx), None, None, None, None
 
 
 class _Choose(torch.autograd.Function):
@@ -233,12 +257,11 @@ class _Choose(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, local: Tensor, group: ShardGroup, dim: int, k: int | None, most: bool, ordered: bool
+        ctx: Any, local: Tensor, group: ShardGroup, dim: int, length: int, k: int | None, most: bool, ordered: bool
     ) -> tuple[Tensor, Tensor]:
-        length = local.shape[dim]
-        values, index = _chosen(local, dim, k and min(k, length), most, ordered)
-        found = torch.stack([_bits(values), index + group.rank * length])
-        bits, indices = group.gather(found, dim + 1, (values.shape[dim] * group.size,))
+        values, index = _chosen(local, dim, k and min(k, local.shape[dim]), most, ordered)
+        found = torch.stack([_bits(values), index + group.rank * longest(length, group.size)])
+        bits, indices = _all_found(found, group, dim + 1, length, 1 if k is None else k)
         best, position = _chosen(_from_bits(bits, local.dtype), dim, k, most, ordered)
         index = indices.gather(dim, position)
         ctx.save_for_backward(*own_positions(index, group, length))
@@ -249,7 +272,7 @@ class _Choose(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        return _scattered(gradient, ctx), None, None, None, None, None
+        return _scattered(gradient, ctx), None, None, None, None, None, None
 
 
 class _Extreme(torch.autograd.Function):
@@ -277,9 +300,20 @@ def _extreme(local: Tensor, group: ShardGroup, dim: Dims, keepdim: bool, most: b
     return kept if keepdim else kept.squeeze(dim)
 
 
-def _first(local: Tensor, group: ShardGroup, dim: int, keepdim: bool, most: bool) -> tuple[Tensor, Tensor]:
-    values, index = applied(_Choose, local, group, dim % local.dim(), None, most, True)
+def _first(
+    local: Tensor, group: ShardGroup, dim: int, keepdim: bool, most: bool, length: int | None
+) -> tuple[Tensor, Tensor]:
+    length = _whole_length(local, group, dim, length)
+    values, index = applied(_Choose, local, group, dim % local.dim(), length, None, most, True)
     return (values, index) if keepdim else (values.squeeze(dim), index.squeeze(dim))
+
+
+def _all_found(found: Tensor, group: ShardGroup, dim: int, length: int, k: int) -> Tensor:
+    """What all ranks have found, up to ``k`` each: the last one perhaps less."""
+    each = min(k, longest(length, group.size))
+    of_last = min(k, own_length(length, group.size - 1, group.size))
+    everything = group.gather(extended(found, dim, each), dim, (each * group.size,))
+    return everything.narrow(dim, 0, each * (group.size - 1) + of_last)
 
 
 def _chosen(values: Tensor, dim: int, k: int | None, most: bool, ordered: bool) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_3d.shards.layout import join
+from lightning_3d.shards.layout import join, padded
 
 # How many replicated tensors share the sum of their gradients at a time: the input of q, k and v, that of a
 # cross-attention, and weights of norms that are used between them.
@@ -128,7 +128,7 @@ class ProcessShardGroup(ShardGroup):
 
     def gather(self, part: Tensor, dim: int, segments: Sequence[int]) -> Tensor:
         """All-gathers."""
-        mine = part.contiguous()
+        mine = padded(part, dim, segments, self.size).contiguous()
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(parts, mine, group=self._group)
         return join(parts, dim, segments)

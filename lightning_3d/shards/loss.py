@@ -1,7 +1,7 @@
 """Cross-entropy over classes that are cut over the ranks, on plain local logits that are never gathered.
 
-A rank holds one run of the classes. Losses are replicated, and so are their gradients; the gradient of local logits is
-their part of the whole gradient and needs no exchange.
+A rank holds one run of the classes, the last rank perhaps a shorter one. Losses are replicated, and so are their
+gradients; the gradient of local logits is their part of the whole gradient and needs no exchange.
 
 After Shoeybi et al. 2019, "Megatron-LM", section 3 (the loss of the vocabulary-parallel output embedding).
 """
@@ -38,6 +38,7 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     wide: bool = False,
+    classes: int | None = None,
 ) -> Tensor:
     """Returns `torch.nn.functional.cross_entropy` of logits whose classes are cut.
 
@@ -53,6 +54,7 @@ def cross_entropy(
         reduction: ``none``, ``sum`` or ``mean``.
         label_smoothing: Share of the target that is spread over all classes, 0 to 1.
         wide: The result is as of logits that were widened to 32 bits before; their gradient keeps their own dtype.
+        classes: How many there are on all ranks; by default those of equal parts.
 
     Raises:
         ValueError: ``reduction`` or ``label_smoothing`` is none of the valid values.
@@ -64,7 +66,7 @@ def cross_entropy(
     by_row = logits.movedim(_class_dim(logits), -1)
     shape = by_row.shape[:-1]
     rows = by_row.reshape(-1, by_row.shape[-1])
-    weights = _class_weights(rows, group, weight)
+    weights = _class_weights(rows, group, weight, classes)
     if targets.is_floating_point():
         dtype = torch.promote_types(logits.dtype, targets.dtype)
         target_rows = targets.movedim(_class_dim(targets), -1).reshape(rows.shape)
@@ -85,6 +87,7 @@ def nll_loss(
     weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
+    classes: int | None = None,
 ) -> Tensor:
     """Returns `torch.nn.functional.nll_loss` of log-probabilities whose classes are cut, by one sum over the ranks.
 
@@ -95,6 +98,7 @@ def nll_loss(
         weight: Of all classes, replicated, without a gradient.
         ignore_index: Rows with this class index count nothing.
         reduction: ``none``, ``sum`` or ``mean``.
+        classes: How many there are on all ranks; by default those of equal parts.
 
     Raises:
         ValueError: ``reduction`` is none of the valid values.
@@ -102,9 +106,9 @@ def nll_loss(
         Unshardable: ``weight`` wants a gradient.
     """
     dim = _class_dim(log_probabilities)
-    weights = _class_weights(log_probabilities.movedim(dim, -1), group, weight)
+    weights = _class_weights(log_probabilities.movedim(dim, -1), group, weight, classes)
     safe, ignored, row_weights = _row_weights(targets, weights, ignore_index)
-    picked = pick(log_probabilities, group, dim, safe.unsqueeze(dim)).squeeze(dim)
+    picked = pick(log_probabilities, group, dim, safe.unsqueeze(dim), len(weights)).squeeze(dim)
     losses = (-picked * row_weights).masked_fill(ignored, 0)
     return _reduced(losses, row_weights.sum(), reduction, log_probabilities.dtype)
 
@@ -114,7 +118,7 @@ def _of_classes(
 ) -> tuple[Tensor, Tensor]:
     """Losses of rows and what their mean divides by."""
     safe, ignored, row_weights = _row_weights(targets, weights, ignore_index)
-    losses, spread = applied(_Surprise, logits, safe, group, weights if smoothing else None)
+    losses, spread = applied(_Surprise, logits, safe, group, len(weights), weights if smoothing else None)
     losses = losses * row_weights
     if smoothing:
         losses = (1 - smoothing) * losses + smoothing / len(weights) * spread
@@ -138,14 +142,15 @@ def _row_weights(targets: Tensor, weights: Tensor, ignore_index: int) -> tuple[T
     return safe, ignored, row_weights.masked_fill(ignored, 0)
 
 
-def _class_weights(rows: Tensor, group: ShardGroup, weight: Tensor | None) -> Tensor:
+def _class_weights(rows: Tensor, group: ShardGroup, weight: Tensor | None, classes: int | None) -> Tensor:
     """The weights of all classes; views of a single one if there are none."""
     dtype = _work_dtype(rows.dtype)
     if weight is not None:
         if weight.requires_grad:
             raise Unshardable("class weights want a gradient")
         return weight.to(dtype)
-    return torch.ones(1, dtype=dtype, device=rows.device).expand(rows.shape[-1] * group.size)
+    classes = rows.shape[-1] * group.size if classes is None else classes
+    return torch.ones(1, dtype=dtype, device=rows.device).expand(classes)
 
 
 def _own(weights: Tensor, group: ShardGroup) -> Tensor:
@@ -184,11 +189,11 @@ class _Surprise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, group: ShardGroup, weights: Tensor | None
+        ctx: Any, logits: Tensor, targets: Tensor, group: ShardGroup, classes: int, weights: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        rows, length = logits.shape
+        rows = len(logits)
         largest = group.max(logits.amax(1).to(_work_dtype(logits.dtype)))
-        positions, held = own_positions(targets, group, length)
+        positions, held = own_positions(targets, group, classes)
         own_weights = None if weights is None else _own(weights, group)
         parts = largest.new_empty((2 if own_weights is None else 3, rows))
         for chunk in _chunks(rows):
@@ -200,15 +205,15 @@ class _Surprise(torch.autograd.Function):
         parts[1].masked_fill_(~held, 0)
         powers, target, *weighted = group.sum(parts)
         ctx.save_for_backward(logits, targets, largest, powers, weights)
-        ctx.group = group
+        ctx.group, ctx.classes = group, classes
         log = powers.log()
         return log - target, None if weights is None else weights.sum() * log - weighted[0]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, spread_gradient: Tensor | None) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor, spread_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, targets, largest, powers, weights = ctx.saved_tensors
-        positions, held = own_positions(targets, ctx.group, logits.shape[1])
+        positions, held = own_positions(targets, ctx.group, ctx.classes)
         hits = -gradient.masked_fill(~held, 0)
         scale = gradient if spread_gradient is None else gradient + spread_gradient * weights.sum()
         scale = scale / powers
@@ -219,4 +224,4 @@ class _Surprise(torch.autograd.Function):
             if spread_gradient is not None:
                 slopes.addcmul_(spread_gradient[chunk, None], _own(weights, ctx.group), value=-1)
             result[chunk] = slopes
-        return result, None, None, None
+        return result, None, None, None, None

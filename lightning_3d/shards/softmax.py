@@ -1,6 +1,6 @@
 """Softmax over the dim that is cut, on plain local tensors: one max and one sum over the ranks.
 
-A rank holds one run of the dim. Everything is computed in 32 bits at least and rounded once.
+A rank holds one run of the dim, long or short. Everything is computed in 32 bits at least and rounded once.
 """
 
 from __future__ import annotations

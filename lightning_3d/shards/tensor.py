@@ -42,7 +42,7 @@ class ShardTensor(torch.Tensor):
         shape = list(local.shape)
         if dim < 0:
             dim += len(shape)
-        shape[dim] *= group.size
+        shape[dim] = segments[0] if len(segments) == 1 else shape[dim] * group.size
         shard: Self = _make_wrapper(cls, shape, dtype=local.dtype, device=local.device)
         shard._local, shard._dim, shard._segments, shard._group = local, dim, segments, group
         return shard
@@ -82,10 +82,15 @@ class ShardTensor(torch.Tensor):
     # ---- metadata: global where it is a size, the local tensor's else ----
 
     @property
+    def _length(self) -> int:
+        segments = self._segments
+        return segments[0] if len(segments) == 1 else self._local.size(self._dim) * self._group.size
+
+    @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         """Global shape."""
         sizes = list(self._local.shape)
-        sizes[self._dim] *= self._group.size
+        sizes[self._dim] = self._length
         return torch.Size(sizes)
 
     def size(self, dim: int | None = None) -> Any:
@@ -93,7 +98,7 @@ class ShardTensor(torch.Tensor):
         if dim is None:
             return self.shape
         local = self._local
-        return local.size(dim) * (self._group.size if dim % local.dim() == self._dim else 1)
+        return self._length if dim % local.dim() == self._dim else local.size(dim)
 
     def dim(self) -> int:
         """Number of dims."""
@@ -101,7 +106,7 @@ class ShardTensor(torch.Tensor):
 
     def numel(self) -> int:
         """Elements of the whole."""
-        return self._local.numel() * self._group.size
+        return math.prod(self.shape)
 
     def stride(self, dim: int | None = None) -> Any:
         """Strides of a dense whole in the order of this one's dims."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.shards.group import ShardGroup, ShardOptions
-from lightning_3d.shards.layout import join
+from lightning_3d.shards.layout import join, padded
 
 _Result = TypeVar("_Result")
 
@@ -87,7 +87,8 @@ class ThreadShardGroup(ShardGroup):
 
     def gather(self, part: Tensor, dim: int, segments: Sequence[int]) -> Tensor:
         """Joins the parts."""
-        return self._exchange(f"gather {dim} {tuple(segments)}", part, lambda parts: join(parts, dim, segments))
+        mine = padded(part, dim, segments, self.size)
+        return self._exchange(f"gather {dim} {tuple(segments)}", mine, lambda parts: join(parts, dim, segments))
 
     def sum_part(self, value: Tensor, dim: int) -> Tensor:
         """Adds this rank's part of the values."""
