@@ -79,6 +79,37 @@ class Reading:
         return Replicate() if self.layout is None else Shard(self.layout.dim)
 
 
+class PartialSum:
+    """How far the sum over the ranks of one parameter's partial gradients is.
+
+    Args:
+        ranks: Number of summands.
+
+    Attributes:
+        resting: What the optimizer holds; its gradient is summed.
+        complete: Whether the gradient is the sum.
+    """
+
+    __slots__ = ("_ranks", "complete", "resting")
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self.resting: nn.Parameter | None = None
+        self.complete = False
+
+    def local_gradient(self) -> Tensor | None:
+        """Returns this rank's part of the gradient that the optimizer will see."""
+        gradient = None if self.resting is None else self.resting.grad
+        return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+
+    def reopen(self) -> None:
+        """Makes a sum that was not zeroed a summand again, since the next sum includes it."""
+        gradient = self.local_gradient() if self.complete else None
+        self.complete = False
+        if gradient is not None:
+            gradient.div_(self._ranks)
+
+
 class Slot:
     """What stands under all names of one parameter.
 
@@ -87,31 +118,29 @@ class Slot:
         group: The ranks that it is cut over.
     """
 
-    __slots__ = ("complete", "group", "leaf", "reading", "resting")
+    __slots__ = ("group", "leaf", "partial_sum", "reading")
 
     def __init__(self, reading: Reading, group: ShardGroup) -> None:
         self.reading = reading
         self.group = group
         self.leaf: Leaf | None = None
-        # Of a partial parameter: what the optimizer holds, and whether the sum over the ranks is in its gradient.
-        self.resting: nn.Parameter | None = None
-        self.complete = False
+        self.partial_sum = PartialSum(group.size) if reading.partial else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slot:
         """A copy of the module has parameters of its own."""
         return Slot(self.reading, self.group)
 
+    def current(self, parameter: nn.Parameter) -> Leaf | None:
+        """Returns the leaf of the parameter that is registered now; None if it must be read as it is."""
+        leaf = self.leaf
+        return leaf if leaf is not None and leaf.serves(parameter) else self.renewed(parameter)
+
     def renewed(self, parameter: nn.Parameter) -> Leaf | None:
-        """Returns the leaf of a parameter that took the place of the last one; None if it must be read as it is."""
+        """Returns a leaf of a parameter that the last one does not serve."""
         if not isinstance(parameter, DTensor) or parameter.placements != (self.reading.placement,):
             return None
         self.leaf = Leaf(parameter, self)
         return self.leaf
-
-    def local_gradient(self) -> Tensor | None:
-        """Returns this rank's part of the gradient that the optimizer will see."""
-        gradient = None if self.resting is None else self.resting.grad
-        return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
 
 
 class Leaf:
@@ -124,39 +153,73 @@ class Leaf:
         slot: Its place.
     """
 
-    __slots__ = ("_slot", "local", "parameter", "shown", "tensor")
+    __slots__ = ("local", "parameter", "shown", "tensor")
 
     def __init__(self, parameter: Any, slot: Slot) -> None:
-        self._slot = slot
         self.parameter = parameter
         self.local: Tensor = parameter._local_tensor
         self.tensor = self.local.detach().requires_grad_()
-        self.tensor.register_post_accumulate_grad_hook(self._hand_over)
+        # Without a way back to the leaf: the collector does not see through hooks.
+        self.tensor.register_post_accumulate_grad_hook(_Delivery(parameter, slot))
         self.tensor.requires_grad_(parameter.requires_grad)
-        self.shown: Tensor = self._as_shown()
+        self.shown = _shown(self.tensor, slot)
 
-    def _as_shown(self) -> Tensor:
-        reading, group = self._slot.reading, self._slot.group
-        if reading.layout is not None:
-            return executor.Shard(self.tensor, reading.layout.dim, reading.layout.segments, group)
-        return PartialTensor(self.tensor, group) if reading.partial else self.tensor
+    def serves(self, parameter: Any) -> bool:
+        """Whether this is a leaf of the parameter as it is now; it trains as the parameter does."""
+        if self.parameter is not parameter or self.local is not parameter._local_tensor:
+            return False
+        if self.tensor.requires_grad is not parameter.requires_grad:
+            self.tensor.requires_grad_(parameter.requires_grad)
+        return True
 
-    def _hand_over(self, tensor: Tensor) -> None:
-        """Moves the gradient that has arrived to the parameter: who takes it from there frees its memory."""
-        gradient, tensor.grad = tensor.grad, None
+
+class _Delivery:
+    """Moves a gradient that has arrived at a leaf to the parameter: who takes it from there frees its memory."""
+
+    __slots__ = ("_group", "_parameter", "_partial_sum", "_reading")
+
+    def __init__(self, parameter: Any, slot: Slot) -> None:
+        self._parameter = parameter
+        self._reading = slot.reading
+        self._group = slot.group
+        self._partial_sum = slot.partial_sum
+
+    def __call__(self, leaf: Tensor) -> None:
+        gradient, leaf.grad = leaf.grad, None
+        parameter = self._parameter
         assert gradient is not None
-        slot, parameter = self._slot, self.parameter
         with torch.no_grad():
-            for hook in slot.reading.hooks:
-                gradient = _hooked(gradient, hook, slot)
-            if slot.complete:
-                _reopen(slot)
+            for hook in self._reading.hooks:
+                gradient = _hooked(gradient, hook, self._reading.layout, self._group)
+            if self._partial_sum is not None:
+                self._partial_sum.reopen()
             if parameter.grad is None:
                 parameter.grad = DTensor(gradient, parameter._spec, requires_grad=False)
             else:
                 parameter.grad._local_tensor.add_(gradient)
             for tell in (parameter._post_accumulate_grad_hooks or {}).values():
                 tell(parameter)
+
+
+def _shown(leaf: Tensor, slot: Slot) -> Tensor:
+    layout, group = slot.reading.layout, slot.group
+    if layout is not None:
+        return executor.Shard(leaf, layout.dim, layout.segments, group)
+    return PartialTensor(leaf, group) if slot.reading.partial else leaf
+
+
+def _hooked(gradient: Tensor, hook: Hook, layout: Layout | None, group: ShardGroup) -> Tensor:
+    """What a user's hook makes of a gradient, which it sees as a whole."""
+    if layout is None:
+        changed = hook(gradient)
+        return gradient if changed is None else changed
+    changed = hook(executor.Shard(gradient, layout.dim, layout.segments, group))
+    if changed is None:
+        return gradient
+    if isinstance(changed, executor.Shard) and changed.cut == layout:
+        return changed._local
+    whole = gathered(changed) if isinstance(changed, executor.Shard) else changed
+    return layout.part(whole, group.rank, group.size).contiguous()
 
 
 def read_leaf(module: nn.Module, name: str) -> Tensor:
@@ -169,7 +232,7 @@ def read_leaf(module: nn.Module, name: str) -> Tensor:
     parameter = module._parameters[name]
     slot = slots_of(module).get(name)
     assert parameter is not None
-    leaf = None if slot is None else _current(slot, parameter)
+    leaf = None if slot is None else slot.current(parameter)
     return parameter if leaf is None else leaf.tensor
 
 
@@ -212,8 +275,12 @@ def _property(name: str, activity: Activity) -> property:
             return _attribute(self, name)
         if not activity.depth or parameter is None:
             return parameter
-        slot = self.__dict__[_SLOTS].get(name)
-        leaf = slot and _current(slot, parameter)
+        slot: Slot | None = self.__dict__[_SLOTS].get(name)
+        if slot is None:
+            return parameter
+        leaf = slot.leaf
+        if leaf is None or not leaf.serves(parameter):
+            leaf = slot.renewed(parameter)
         return parameter if leaf is None else leaf.shown
 
     def write(self: nn.Module, value: Any) -> None:
@@ -228,17 +295,6 @@ def _property(name: str, activity: Activity) -> property:
     return property(read, write, delete)
 
 
-def _current(slot: Slot, parameter: Any) -> Leaf | None:
-    leaf = slot.leaf
-    if leaf is None or leaf.parameter is not parameter or leaf.local is not parameter._local_tensor:
-        leaf = slot.renewed(parameter)
-        if leaf is None:
-            return None
-    if leaf.tensor.requires_grad is not parameter.requires_grad:
-        leaf.tensor.requires_grad_(parameter.requires_grad)
-    return leaf
-
-
 def _attribute(module: nn.Module, name: str) -> Any:
     """What a plain attribute is, where the parameter of this name was taken away."""
     try:
@@ -246,26 +302,3 @@ def _attribute(module: nn.Module, name: str) -> Any:
     except KeyError:
         # nn.Module's own search comes next.
         raise AttributeError(name) from None
-
-
-def _hooked(gradient: Tensor, hook: Hook, slot: Slot) -> Tensor:
-    """What a user's hook makes of a gradient, which it sees as a whole."""
-    layout, group = slot.reading.layout, slot.group
-    if layout is None:
-        changed = hook(gradient)
-        return gradient if changed is None else changed
-    changed = hook(executor.Shard(gradient, layout.dim, layout.segments, group))
-    if changed is None:
-        return gradient
-    if isinstance(changed, executor.Shard) and changed.cut == layout:
-        return changed._local
-    whole = gathered(changed) if isinstance(changed, executor.Shard) else changed
-    return layout.part(whole, group.rank, group.size).contiguous()
-
-
-def _reopen(slot: Slot) -> None:
-    """Makes a sum over the ranks that was not zeroed a summand again, since the next sum includes it."""
-    slot.complete = False
-    gradient = slot.local_gradient()
-    if gradient is not None:
-        gradient.div_(slot.group.size)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.parallel.tensor.doors import whole
-from lightning_3d.parallel.tensor.leaves import Activity, Slot, read_leaf, slots_of
+from lightning_3d.parallel.tensor.leaves import Activity, PartialSum, read_leaf, slots_of
 from lightning_3d.shards.group import ShardGroup
 
 
@@ -32,7 +32,7 @@ class TensorState:
         self.activity = activity
         self._module = module
         self._device = device
-        self._partial: tuple[Slot, ...] = ()
+        self._partial: tuple[PartialSum, ...] = ()
         self.settle()
 
     def read(self, module: nn.Module, name: str) -> Tensor:
@@ -51,9 +51,9 @@ class TensorState:
         partial = {}
         for child in self._module.modules():
             for name, slot in slots_of(child).items():
-                if slot.reading.partial:
-                    slot.resting = child._parameters[name]
-                    partial[id(slot)] = slot
+                if slot.partial_sum is not None:
+                    slot.partial_sum.resting = child._parameters[name]
+                    partial[id(slot)] = slot.partial_sum
         self._partial = tuple(partial.values())
 
     def complete_partial_gradients(self) -> None:
@@ -62,10 +62,10 @@ class TensorState:
         A collective call if there are any. Gradients that are not zeroed afterwards become summands of the next sum.
         """
         waiting: dict[torch.dtype, list[Tensor]] = {}
-        for slot in self._partial:
-            gradient = slot.local_gradient()
-            if gradient is not None and not slot.complete:
-                slot.complete = True
+        for partial_sum in self._partial:
+            gradient = partial_sum.local_gradient()
+            if gradient is not None and not partial_sum.complete:
+                partial_sum.complete = True
                 waiting.setdefault(gradient.dtype, []).append(gradient)
         for gradients in waiting.values():
             self._sum(gradients)
