@@ -17,7 +17,7 @@ class NeedsSegments(Unshardable):
     """The operation would be exact if the sharded dim were cut in these segments.
 
     Args:
-        segments: Global lengths, of the dim as the operation sees it.
+        segments: Global lengths, of the dim as the operation sees it; of a parameter that it came from, in proportion.
         reason: The operation.
     """
 

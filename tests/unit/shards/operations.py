@@ -44,7 +44,7 @@ def operand(*shape: int, cut: int | None = None, segments: Sequence[int] | None 
 
 
 def check(
-    operation: Operation, *operands: Operand, size: int, on_shards: bool = True, gradients: bool = True
+    operation: Operation, *operands: Operand, size: int, on_shards: bool | None = True, gradients: bool = True
 ) -> list[Any]:
     """Asserts that an operation does the same on whole tensors and on shards.
 
@@ -52,7 +52,7 @@ def check(
         operation: Gets the operands.
         operands: Whole tensors and how they are cut.
         size: Number of ranks.
-        on_shards: Whether it has a rule that gives shards; gathers are not allowed then.
+        on_shards: Whether it has a rule that gives shards, so that nothing is gathered; None if either is right.
         gradients: Whether they are compared too.
 
     Returns:
@@ -71,6 +71,8 @@ def check(
         if on_shards:
             assert not group._gathers, f"gathered: {group._gathers}"
             assert any(isinstance(each, Shard) for each in results)
+        elif on_shards is False:
+            assert group._gathers
         for result, whole in zip(results, expected, strict=True):
             _assert_same(result, whole)
         _backward(weighted)

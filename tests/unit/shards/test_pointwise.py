@@ -30,7 +30,9 @@ def candidates(second: tuple[int, ...]) -> list[tuple[Any, ...]]:
     """Arguments, one set of which at least every elementwise function takes."""
     x, y, z = whole(4, 6), whole(*second, seed=1), whole(*second, seed=2)
     integers = whole(4, 6, kind=torch.int64), whole(*second, kind=torch.int64, seed=1)
-    return [(x,), (x, 1), (x, 0.5, 0.25), (x, y), (x, y, z), (x, y > 0.5, 0.5), (x, y > 0.5, z), integers[:1], integers, (torch.complex(x, x),)]
+    mask = y > 0.5
+    numbers = [(x,), (x, 1), (x, 0.5, 0.25), (torch.complex(x, x),), integers[:1]]
+    return [*numbers, (x, y), (x, y, z), (x, mask, 0.5), (x, mask, z), integers]
 
 
 def fits(function: Function, args: tuple[Any, ...], gradients: bool) -> bool:
