@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -307,6 +308,20 @@ class Mesh3DStrategy(SavingStrategy):
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
+
+    # ---- what must be equal ----
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.config.check_replicas:
+            self._on_mesh.replicas.batch(batch, batch_idx)
+
+    @override
+    def on_train_end(self) -> None:
+        if self.config.check_replicas:
+            applied = self._module_on_mesh
+            applied.engine.rest()
+            self._on_mesh.replicas.tensors(chain(applied.module.named_parameters(), applied.module.named_buffers()))
 
     # ---- data ----
 

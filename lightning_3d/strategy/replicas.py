@@ -62,16 +62,16 @@ class ReplicaCheck:
                 "seeded generators",
             )
 
-    def parameters(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    def tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Compares what every rank should hold alike: replicated parameters and buffers. A collective.
 
         Args:
-            parameters: By name; sharded ones are left out.
+            tensors: Parameters and buffers by name; those cut over the last axis of their mesh are left out.
 
         Raises:
             ModuleError: Names the first that differs, and the ranks.
         """
-        digests = {name: _tensor_digest(_local(tensor)) for name, tensor in parameters if not _cut(tensor)}
+        digests = {name: _tensor_digest(_local(tensor)) for name, tensor in tensors if not _cut(tensor)}
         gathered: list[Any] = [None] * self._group.size()
         dist.all_gather_object(gathered, digests, group=self._group)
         for name in digests:

@@ -18,6 +18,7 @@ from lightning_3d.random.streams import RandomStreams
 from lightning_3d.strategy.checkpoints import CheckpointDoor
 from lightning_3d.strategy.collectives import DataCollectives
 from lightning_3d.strategy.ends import LoaderEnds
+from lightning_3d.strategy.replicas import ReplicaCheck
 
 
 class RunOnMesh:
@@ -34,6 +35,7 @@ class RunOnMesh:
         self.mesh = build_device_mesh(spec, device.type)
         self.data_group = data_axis_mesh(self.mesh).get_group()
         self.tensor_group = tensor_mesh(self.mesh).get_group()
+        self.replicas = ReplicaCheck(self.tensor_group, spec.group("tensor_parallel", dist.get_rank()))
         world = dist.group.WORLD
         assert world is not None, "the processes have met"
         self.world_group: dist.ProcessGroup = world

@@ -34,14 +34,14 @@ def _compare(rank: int, world: int) -> list[str]:
     check = ReplicaCheck(dist.group.WORLD, (4, 5))
     same = {"ids": torch.arange(4), "names": ["a", "b"], "empty": torch.zeros(0, 3)}
     check.batch(same, 0)
-    check.parameters([("weight", torch.ones(2)), ("count", torch.tensor(1))])
+    check.tensors([("weight", torch.ones(2)), ("count", torch.tensor(1))])
     texts = []
     for batch in ({**same, "ids": torch.arange(4) + rank}, {**same, "names": ["a", str(rank)]}):
         with pytest.raises(BatchError) as caught:
             check.batch(batch, 3)
         texts.append(str(caught.value))
     with pytest.raises(ModuleError) as other:
-        check.parameters([("weight", torch.ones(2)), ("scale", torch.full((2,), float(rank)))])
+        check.tensors([("weight", torch.ones(2)), ("scale", torch.full((2,), float(rank)))])
     return [*texts, str(other.value)]
 
 
