@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 from lightning_3d.errors import ModuleError
 from lightning_3d.shards.group import ShardGroup
-from lightning_3d.shards.layout import Layout
+from lightning_3d.shards.layout import Layout, is_even
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 
@@ -66,6 +66,11 @@ class ShardTensor(torch.Tensor):
     def cut(self) -> Layout:
         """How it is cut."""
         return Layout(self._dim, self._segments)
+
+    @property
+    def uneven(self) -> bool:
+        """Whether the last rank's part is shorter than the others."""
+        return not is_even(self._segments, self._group.size)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

@@ -46,8 +46,8 @@ def embedding(
 
 def _own_rows(indices: Tensor, weight: ShardTensor, padding_idx: int | None) -> Tensor:
     """Rows that this rank holds, and zeros for those of other ranks."""
-    rows, words = weight._local.shape[0], weight.shape[0]
-    start = weight._group.rank * rows
+    words = weight.shape[0]
+    ((start, rows),) = weight.cut.runs(weight._group.rank, weight._group.size)
     # An index that no rank holds stays out of bounds, for torch to find.
     elsewhere = ((indices >= 0) & (indices < start)) | ((indices >= start + rows) & (indices < words))
     padding = None if padding_idx is None else padding_idx % words - start

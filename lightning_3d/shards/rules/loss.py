@@ -47,6 +47,7 @@ def cross_entropy(
         ignore_index=ignore_index,
         reduction=reduction,
         label_smoothing=label_smoothing,
+        classes=shard.size(shard._dim),
     )
 
 
@@ -66,7 +67,13 @@ def nll_loss(
     if isinstance(target, ShardTensor):
         raise Unshardable("nll_loss with class indices that are cut")
     return loss.nll_loss(
-        shard._local, target, shard._group, weight=weight, ignore_index=ignore_index, reduction=reduction
+        shard._local,
+        target,
+        shard._group,
+        weight=weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        classes=shard.size(shard._dim),
     )
 
 

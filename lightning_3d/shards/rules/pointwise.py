@@ -60,7 +60,7 @@ def own_operand(value: Any, beside: ShardTensor) -> Any:
     dim = value.dim() - from_end
     if dim < 0 or value.size(dim) == 1:
         return entered(value, beside._group)
-    if value.size(dim) != local.size(beside._dim) * beside._group.size:
+    if value.size(dim) != beside.size(beside._dim):
         raise Unshardable("its operands do not broadcast")
     return cut(value, beside._group, dim, beside._segments)
 

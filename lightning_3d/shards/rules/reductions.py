@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,7 +75,8 @@ def mean(x: Tensor, dim: DimArgument = None, keepdim: bool = False, *, dtype: to
     shard = _shard(x, torch.mean)
     dims = _dims(dim, shard)
     if shard._dim in dims:
-        return along.mean(shard._local, shard._group, dims, keepdim, dtype)
+        count = math.prod(shard.size(each) for each in dims)
+        return along.mean(shard._local, shard._group, dims, keepdim, dtype, count)
     return _result(shard, shard._local.mean(dims, keepdim, dtype=dtype), dims)
 
 
@@ -142,7 +144,8 @@ def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = 
     shard = _shard(x, torch.topk)
     dims = _dims(dim, shard)
     if shard._dim in dims:
-        return along.topk(shard._local, _ordered(shard, torch.topk), k, dims[0], largest, sorted)
+        group = _ordered(shard, torch.topk)
+        return along.topk(shard._local, group, k, dims[0], largest, sorted, shard.size(shard._dim))
     return _results(shard, torch.topk(shard._local, k, dims[0], largest, sorted), dims)
 
 
@@ -201,7 +204,7 @@ def _extreme_of_three_kinds(
         return of_all(shard._local, shard._group, _dims(None, shard))
     dims = _dims(dim, shard)
     if shard._dim in dims:
-        return exchanged(shard._local, _ordered(shard, local), dims[0], keepdim)
+        return exchanged(shard._local, _ordered(shard, local), dims[0], keepdim, shard.size(shard._dim))
     return _results(shard, local(shard._local, dims[0], keepdim), dims)
 
 
@@ -211,7 +214,8 @@ def _where(x: Tensor, dim: int | None, keepdim: bool, local: Function, exchanged
         raise Unshardable(f"{local.__name__} without a dim")
     dims = _dims(dim, shard)
     if shard._dim in dims:
-        result: Tensor = exchanged(shard._local, _ordered(shard, local), dims[0], keepdim)
+        group = _ordered(shard, local)
+        result: Tensor = exchanged(shard._local, group, dims[0], keepdim, shard.size(shard._dim))
         return result
     return _result(shard, local(shard._local, dims[0], keepdim), dims)
 

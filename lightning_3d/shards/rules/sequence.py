@@ -39,7 +39,7 @@ def whole_sequence(shard: ShardTensor) -> Tensor:
         Unshardable: It is cut otherwise.
     """
     group, local = shard._group, shard._local
-    if not group.options.sequence or shard._dim == local.dim() - 1:
+    if not group.options.sequence or shard._dim == local.dim() - 1 or shard.uneven:
         raise Unshardable(f"the input is cut along {shard.cut} of {local.dim()}, the weight along its outputs")
     if local.dim() == 2:
         group.keep_rows(shard._segments)

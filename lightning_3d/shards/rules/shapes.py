@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_3d.shards.layout import is_even
 from lightning_3d.shards.refusal import NeedsSegments, Unshardable
 from lightning_3d.shards.rules.table import Function, RuleTable, spellings
 from lightning_3d.shards.tensor import ShardTensor
@@ -44,9 +45,12 @@ def view_plan(local_shape: tuple[int, ...], dim: int, segments: tuple[int, ...],
         NeedsSegments: It would be exact with these segments of ``dim``.
         Unshardable: It is not exact.
     """
-    shape = (*local_shape[:dim], local_shape[dim] * size, *local_shape[dim + 1 :])
+    shape = (*local_shape[:dim], sum(segments), *local_shape[dim + 1 :])
     wanted = _without_unknown([int(length) for length in target], math.prod(shape))
     before, after = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
+    reason = f"view of {shape}, cut along dim {dim}, as {tuple(wanted)}"
+    if not is_even(segments, size):
+        return _with_the_same_dim(local_shape[dim], segments, (before, shape[dim], after), wanted, reason)
     pattern = _period(segments)
     repeats = before * (len(segments) // len(pattern))
     runs = [segment * after for segment in pattern]
@@ -57,9 +61,18 @@ def view_plan(local_shape: tuple[int, ...], dim: int, segments: tuple[int, ...],
                 raise Unshardable(f"view of {shape} as {tuple(wanted)} leaves too many segments")
             local = (*wanted[:index], wanted[index] // size, *wanted[index + 1 :])
             return local, index, tuple(run // inner for run in runs) * (repeats // outer)
-    reason = f"view of {shape}, cut along dim {dim}, as {tuple(wanted)}"
     _ask_for_segments(shape[dim], before, after, size, wanted, reason)
     raise Unshardable(f"{reason}: no dim of it can be cut in {size}")
+
+
+def _with_the_same_dim(
+    own: int, segments: tuple[int, ...], parts: tuple[int, int, int], wanted: Sequence[int], reason: str
+) -> Plan:
+    """The plan of a dim whose parts are uneven, which has to stay as it is."""
+    for index, length in enumerate(wanted):
+        if (math.prod(wanted[:index]), length, math.prod(wanted[index + 1 :])) == parts:
+            return (*wanted[:index], own, *wanted[index + 1 :]), index, segments
+    raise Unshardable(f"{reason}: its parts are uneven")
 
 
 def _without_unknown(target: list[int], elements: int) -> list[int]:
@@ -237,7 +250,7 @@ def expand(x: ShardTensor, *sizes: Any, size: Any = None) -> ShardTensor:
     local = x._local
     lengths = list(_lengths(sizes or (size,)))
     dim = len(lengths) - local.dim() + x._dim
-    if dim < x._dim or lengths[dim] not in (-1, local.size(x._dim) * x._group.size):
+    if dim < x._dim or lengths[dim] not in (-1, x.size(x._dim)):
         raise Unshardable(f"{tuple(x.shape)} does not expand to {tuple(lengths)}")
     lengths[dim] = -1
     return x.like(local.expand(lengths), dim, x._segments)
@@ -254,7 +267,7 @@ def repeat(x: ShardTensor, *repeats: Any, **named: Any) -> ShardTensor:
     """Copies along dims: a cut dim has its segments once more for each."""
     times = _lengths(repeats or (named["repeats"],))
     dim = len(times) - x._local.dim() + x._dim
-    if dim < x._dim or not 0 < len(x._segments) * times[dim] <= _MOST_SEGMENTS:
+    if dim < x._dim or not 0 < len(x._segments) * times[dim] <= _MOST_SEGMENTS or (times[dim] > 1 and x.uneven):
         raise Unshardable(f"{tuple(x.shape)} is repeated {tuple(times)} times")
     return x.like(x._local.repeat(*times), dim, x._segments * times[dim])
 
