@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import _get_current_function_mode_stack
 
 from lightning_3d.graph.calls import Call, around_forward, forward_is_handled
@@ -17,7 +19,7 @@ from lightning_3d.parallel.tensor.replay.changes import Changes, hook_tables, un
 from lightning_3d.parallel.tensor.replay.check import check
 from lightning_3d.parallel.tensor.replay.guards import Guard, Signature, read_signature
 from lightning_3d.parallel.tensor.replay.modes import PlainCalls
-from lightning_3d.parallel.tensor.replay.program import Bodies, Program, Read
+from lightning_3d.parallel.tensor.replay.program import Bodies, Program, Read, present_parameters
 from lightning_3d.parallel.tensor.replay.recording import Recording
 from lightning_3d.parallel.tensor.replay.writer import Unwritable
 from lightning_3d.shards.group import ShardGroup
@@ -159,7 +161,7 @@ class Replay:
 
     def refresh(self) -> None:
         """Forgets everything if other parameters want a gradient than before."""
-        if self._wanted != self._now_wanted():
+        if self._entries and self._wanted != self._now_wanted():
             self.flush()
 
     def report(self) -> BlockReport:
@@ -173,13 +175,28 @@ class Replay:
         parts = () if replayed else tuple(part.report() for part in self.parts)
         return BlockReport(name=self.name, replayed=replayed, reason=reason, parts=parts)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Replay:
+        """A copy of the module has recordings of its own."""
+        module = copy.deepcopy(self.module, memo)
+        return self._like(module, self.name, part=self._part)
+
+    def _like(self, module: nn.Module, name: str, *, part: bool) -> Replay:
+        return Replay(
+            module,
+            self._group,
+            read=self._read,
+            name=name,
+            options=self._options,
+            bodies=self._bodies,
+            kept=self._kept,
+            part=part,
+        )
+
     def _start(self) -> None:
         self._entries.clear()
         self._retired: str | None = None
         self._reason: str | None = None
         self._hits = self._recordings = 0
-        self._look_inside()
-        self._wanted = self._now_wanted()
 
     def _look_inside(self) -> None:
         modules = tuple(self.module.modules())
@@ -188,6 +205,7 @@ class Replay:
             watch(modules, self._changes)
             self._modules = modules
             self._hooks = hook_tables(modules[1:])
+        self._wanted = self._now_wanted()
 
     def _now_wanted(self) -> tuple[bool, ...]:
         tables = (module._parameters for module in self._modules)
@@ -219,6 +237,7 @@ class Replay:
 
     def _first(self, call: Call) -> Any:
         """Makes a call of a kind that is not known yet."""
+        self._look_inside()
         self._reason = self._hindrance()
         if self._reason is not None:
             return self._as_it_is(call)
@@ -239,11 +258,13 @@ class Replay:
             return "inference mode is on"
         if any(isinstance(mode, PlainCalls) for mode in _get_current_function_mode_stack()):
             return "it was first called inside another block"
+        names = ((module, name) for module in self._modules for name in present_parameters(module))
+        if any(isinstance(getattr(module, name), DTensor) for module, name in names):
+            return "it was first called outside of a step"
         return None
 
     def _recorded(self, call: Call, signature: Signature) -> Any:
         self._recordings += 1
-        self._look_inside()
         recording = Recording(signature, self._modules, self._read, self._changes)
         result = recording.make(lambda: self._as_it_is(call))
         program = recording.program(result, self._bodies)
@@ -263,16 +284,7 @@ class Replay:
         if self.parts or any(entry.program is not None for entry in self._entries):
             return
         self.parts = tuple(
-            Replay(
-                child,
-                self._group,
-                read=self._read,
-                name=name,
-                options=self._options,
-                bodies=self._bodies,
-                kept=self._kept,
-                part=True,
-            )
+            self._like(child, name, part=True)
             for name, child in _callable_parts(self.module, self.name)
             if not forward_is_handled(child) and not any(child is other for other in self._kept)
         )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_3d.parallel.tensor.replay.bits import same_bits
 from lightning_3d.parallel.tensor.replay.modes import PlainCalls
 from lightning_3d.parallel.tensor.replay.program import Program
 from lightning_3d.parallel.tensor.replay.results import take_apart
@@ -131,10 +132,3 @@ def _all_same(ones: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
 
 def _same_tensors(one: Tensor, other: Tensor) -> bool:
     return one.requires_grad is other.requires_grad and same_bits(one, other)
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Returns whether two tensors are of one kind and equal everywhere, not-a-numbers included."""
-    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
-        return False
-    return bool(((one == other) | ((one != one) & (other != other))).all())

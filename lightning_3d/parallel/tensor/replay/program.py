@@ -14,7 +14,7 @@ from lightning_3d.parallel.tensor.replay.results import Results
 from lightning_3d.parallel.tensor.replay.writer import Constants, Writer, define, sequence_text, write_function
 from lightning_3d.shards.tensor import ShardTensor
 
-Read = Callable[[nn.Module, str], "Tensor | None"]
+Read = Callable[[nn.Module, str], Tensor]
 Form = tuple[Any, ...]
 
 
@@ -72,10 +72,6 @@ class Bodies:
             self._known[key] = Body(text, define(text, "block", constants))
         return self._known[key]
 
-    def clear(self) -> None:
-        """Forgets all."""
-        self._known.clear()
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leaf:
@@ -85,11 +81,13 @@ class Leaf:
         text: Reads it, from what ``constants`` name.
         constants: By name.
         tensor: What it was when the block was recorded.
+        parameter: Whether it is a parameter.
     """
 
     text: str
     constants: Mapping[str, Any]
     tensor: Tensor
+    parameter: bool
 
 
 def read_leaves(modules: Sequence[nn.Module], read: Read) -> tuple[Leaf, ...]:
@@ -102,17 +100,20 @@ def read_leaves(modules: Sequence[nn.Module], read: Read) -> tuple[Leaf, ...]:
     found: dict[int, Leaf] = {}
     for index, module in enumerate(modules):
         owner = f"module_{index}"
-        for name in module._parameters:
-            tensor = read(module, name)
-            if tensor is not None:
-                leaf = Leaf(text=f"read({owner}, {name!r})", constants={"read": read, owner: module}, tensor=tensor)
-                found.setdefault(id(tensor), leaf)
+        for name in present_parameters(module):
+            leaf = Leaf(
+                text=f"read({owner}, {name!r})",
+                constants={"read": read, owner: module},
+                tensor=read(module, name),
+                parameter=True,
+            )
+            found.setdefault(id(leaf.tensor), leaf)
         for kind, table in (("buffers", module._buffers), ("attributes", module.__dict__)):
             for name, value in table.items():
                 tensor = value._local if isinstance(value, ShardTensor) else value
                 if isinstance(tensor, Tensor):
                     text = f"{kind}_{index}[{name!r}]" + ("" if tensor is value else "._local")
-                    leaf = Leaf(text=text, constants={f"{kind}_{index}": table}, tensor=tensor)
+                    leaf = Leaf(text=text, constants={f"{kind}_{index}": table}, tensor=tensor, parameter=False)
                     found.setdefault(id(tensor), leaf)
     return tuple(found.values())
 
@@ -194,6 +195,11 @@ def _run_text(operands: str, results: Results, grad: bool | None) -> str:
         # An exception inside must not leave them switched.
         lines = [f"with set_grad_enabled({grad}):", *(f"    {line}" for line in lines)]
     return "\n    ".join(["def run(inputs):", *lines]) + "\n"
+
+
+def present_parameters(module: nn.Module) -> list[str]:
+    """Returns the names of the parameters that a module has itself."""
+    return [name for name, parameter in module._parameters.items() if parameter is not None]
 
 
 def form_of(tensor: Tensor) -> Form:

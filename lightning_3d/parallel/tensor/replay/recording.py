@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from lightning_3d.parallel.tensor.replay.bits import same_bits
 from lightning_3d.parallel.tensor.replay.changes import Changes, PlainGlobals
 from lightning_3d.parallel.tensor.replay.guards import Guard, Signature, write_guard
 from lightning_3d.parallel.tensor.replay.program import Bodies, Program, Read, read_leaves, write_program
@@ -54,12 +55,17 @@ class Recording:
         """Makes the call and returns its result."""
         operands = self._operands()
         versions = [operand._version for operand in operands]
-        written, drawn = self._changes.count, _random_states()
-        flags = self._changes.training
+        # Some kernels write running statistics behind autograd's back.
+        buffers = [(leaf.tensor, leaf.tensor.clone()) for _, leaf in self._leaves if not leaf.parameter]
+        written, flags = self._changes.count, self._changes.training
+        drawn = _random_states()
         with self._globals.listening(), self._recorder:
             result = block()
         self._recorder.finish()
-        self._written_to = [o for o, version in zip(operands, versions, strict=True) if o._version != version]
+        self._written_to = [
+            *(operand for operand, version in zip(operands, versions, strict=True) if operand._version != version),
+            *(buffer for buffer, before in buffers if not same_bits(buffer, before)),
+        ]
         self.attributes_written = (self._changes.count, self._changes.training) != (written, flags)
         if self.attributes_written:
             self._recorder.refuse("it writes attributes of its modules")

@@ -230,7 +230,9 @@ def define(text: str, name: str, names: Mapping[str, Any]) -> Any:
 
 
 def _stem(value: Any) -> str:
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else type(value).__name__.lower()
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return "group" if isinstance(value, ShardGroup) else type(value).__name__.lower()
 
 
 def _is_torchs(function: Any) -> bool:

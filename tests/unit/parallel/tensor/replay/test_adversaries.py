@@ -86,6 +86,10 @@ def in_place(block: Any, x: Tensor) -> Tensor:
 
 
 def in_place_on_input(block: Any, x: Tensor) -> Tensor:
+    return block.core(x.mul_(2)) + x
+
+
+def in_place_behind_autograd(block: Any, x: Tensor) -> Tensor:
     y = block.core(x)
     x.data.mul_(2)
     return y
@@ -161,7 +165,8 @@ CASES = {
     "numpy": Case(numpy_round_trip, X, False, "numpy"),
     "new tensors": Case(lambda block, x: block.core(x) * torch.tensor([2.0] * WIDTH) + torch.arange(WIDTH), X),
     "in place": Case(in_place, X),
-    "in place on the input": Case(in_place_on_input, X),
+    "in place on the input": Case(in_place_on_input, [x.detach() for x in X]),
+    "in place behind autograd": Case(in_place_behind_autograd, X, False, "not what it did"),
     "inner no_grad": Case(inner_no_grad, X),
     "inner autocast": Case(inner_autocast, X, False, "autocast"),
     "inner gradient": Case(inner_gradient, X),

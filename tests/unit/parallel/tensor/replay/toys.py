@@ -70,9 +70,11 @@ class Block(nn.Module):
         return F.linear(F.gelu(F.linear(x, self.up)), self.down)
 
 
-def read(module: nn.Module, name: str) -> Tensor | None:
+def read(module: nn.Module, name: str) -> Tensor:
     """Parameters of toys are plain."""
-    return module._parameters[name]
+    parameter = module._parameters[name]
+    assert parameter is not None
+    return parameter
 
 
 def replayed(module: nn.Module, group: ShardGroup, **options: Any) -> Replay:
@@ -118,7 +120,8 @@ class Twins:
     def _run(self, module: Block, args: Any, kwargs: Any, seed: int) -> list[Tensor | None]:
         torch.manual_seed(seed)
         random.seed(seed)
-        tensors = [value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value for value in args]
+        known = {id(value): _fresh(value) for value in args if isinstance(value, Tensor)}
+        tensors = [known.get(id(value), value) for value in args]
         module.zero_grad()
         found = [result for result in flat(module(*tensors, **kwargs)) if isinstance(result, Tensor)]
         wanted = [result for result in found if result.requires_grad]
@@ -126,6 +129,10 @@ class Twins:
             torch.autograd.backward(wanted, [torch.ones_like(result) for result in wanted])
         leaves = [*(value for value in tensors if isinstance(value, Tensor)), *module.parameters()]
         return [*(result.detach() for result in found), *(leaf.grad for leaf in leaves), torch.rand(1)]
+
+
+def _fresh(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def flat(result: Any) -> list[Any]:
