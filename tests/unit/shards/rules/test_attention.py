@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from lightning_3d.shards.executor import Shard
 from lightning_3d.shards.layout import Layout
-from lightning_3d.shards.threads import ThreadShardGroup
+from lightning_3d.shards.threads import ThreadShardGroup, run_threads
 from tests.unit.shards.agreement import Cut, agree, random
+from tests.unit.shards.rules.modules import Leaves
 
 SIZES = (2, 3, 4)
 HEADS = Layout(1, (12,))
@@ -190,21 +191,6 @@ def test_torch_attention_without_a_form_gathers() -> None:
         agree(attention, [QUERY, *WEIGHTS], cuts, 2, gathers=["multi_head_attention_forward"])
 
 
-class Leaves(nn.Module):
-    """A module whose parameters are arguments, in the order of their names."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, inputs: tuple[Tensor, ...], parameters: tuple[Tensor, ...], **options: Any) -> Any:
-        for (name, _), value in zip(tuple(self.module.named_parameters()), parameters, strict=True):
-            owner = self.module.get_submodule(name.rpartition(".")[0])
-            owner._parameters.pop(name.rpartition(".")[2])
-            owner.__dict__[name.rpartition(".")[2]] = value
-        return self.module(*inputs, **options)
-
-
 def cut_by_name(name: str) -> Cut | int | None:
     if "in_proj" in name:
         return PACKED
@@ -250,7 +236,7 @@ def test_the_fast_path_of_torch_is_not_taken() -> None:
     named = dict(encoder.named_parameters())
 
     def rank(group: ThreadShardGroup) -> Tensor:
-        own = []
+        own: list[Tensor] = []
         for name, value in named.items():
             cut = cut_by_name(name)
             layout = (
@@ -270,8 +256,6 @@ def test_the_fast_path_of_torch_is_not_taken() -> None:
             result: Tensor = Leaves(fresh)((x,), tuple(own), src_key_padding_mask=padding)
         assert not group._gathers
         return result
-
-    from lightning_3d.shards.threads import run_threads
 
     for result in run_threads(2, rank):
         # The fast path leaves zeros where there is padding.
