@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.gradients import clip_by_norm
 from lightning_3d.graph.blocks import find_stacks
+from lightning_3d.graph.calls import around_calls
 from lightning_3d.graph.parameters import parameter_table
 from lightning_3d.mesh.device import build_device_mesh, data_axis_mesh, data_mesh
 from lightning_3d.mesh.spec import MeshSpec
@@ -18,8 +19,12 @@ from lightning_3d.parallel.data.apply import apply_data
 from lightning_3d.parallel.data.engine import DataEngine
 from lightning_3d.parallel.data.plan import plan_data
 from lightning_3d.parallel.tensor.apply import apply_tensor
+from lightning_3d.parallel.tensor.doors import BlockDoor
 from lightning_3d.parallel.tensor.state import TensorState
-from lightning_3d.shards.group import ProcessShardGroup
+from lightning_3d.shards import nodes
+from lightning_3d.shards.executor import Shard
+from lightning_3d.shards.gathered import gathered
+from lightning_3d.shards.group import ProcessShardGroup, ShardGroup
 from tests.spmd.cut_net import CLIP, LAYOUTS, MICROBATCHES, PARTIAL, CutNet, batches, in_order, train_whole
 from tests.spmd.pool import run_spmd
 
@@ -68,6 +73,80 @@ def train(rank: int, world: int, sizes: dict[str, int], zero: int, options: dict
         parameters = {name: in_order(name, parameter, spec.tensor) for name, parameter in net.named_parameters()}
     placements = {name: str(parameter.placements) for name, parameter in net.named_parameters()}
     return found | {"parameters": parameters, "placements": placements}
+
+
+class SequenceBlock(nn.Module):
+    """Takes and gives a sequence, beside others in a dict, and has a parameter that it may not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, others: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        assert x.shape == others["first"].shape == (2, 6, 4)
+        return x + torch.tanh(self.linear(self.norm(x))), {"first": others["first"] * 2}
+
+
+class SequenceNet(nn.Module):
+    """Blocks whose arguments and results are cut along the sequence on a mesh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(3, 4)
+        self.blocks = nn.ModuleList(SequenceBlock() for _ in range(2))
+
+    def loss(self, inputs: Tensor, group: ShardGroup | None = None) -> Tensor:
+        x = self.inner(inputs)
+        if group is not None:
+            x = Shard(nodes.part(x, group, 1, (6,)), 1, (6,), group)
+        others = {"first": x}
+        for block in self.blocks:
+            x, others = block(x, others)
+        both = x + others["first"]
+        return (both if group is None else gathered(both)).pow(2).mean()
+
+
+def train_on_sequences(rank: int, world: int, zero: int, later: bool) -> dict[str, Tensor]:
+    spec = MeshSpec(data=2, pipeline=1, tensor=2)
+    mesh = build_device_mesh(spec, "cpu")
+    net = SequenceNet().double()
+    used_on_parts = [name for name, _ in net.named_parameters() if name.startswith("blocks")]
+    table, stacks, axis = parameter_table(net), find_stacks(net), mesh["tensor_parallel"]
+    group = ProcessShardGroup(axis.get_group())
+    state = apply_tensor(net, {}, axis, group, device=CPU, partial=used_on_parts if later else ())
+    plan = plan_data(table, stacks, zero_stage=zero, data_size=2, tensor_size=2)
+    engine = apply_data(net, plan, data_mesh(mesh) if zero else data_axis_mesh(mesh))
+    state.settle()
+    for block in net.blocks:
+        around_calls(block, BlockDoor(block).around)
+    inputs = torch.randn(2, 2, 6, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    for _ in range(2):
+        engine.before_microbatch(last=True)
+        with state.activity:
+            engine.run(net.loss, inputs[spec.coordinate(rank).data], group).backward()
+        engine.gradients_complete()
+        state.complete_partial_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.rest()
+    with torch.no_grad():
+        return {name: parameter.full_tensor().clone() for name, parameter in net.named_parameters()}
+
+
+@pytest.mark.parametrize(("zero", "later"), [(0, True), (1, False), (2, True), (3, True)])
+def test_nothing_is_lost_where_shards_cross_the_hooks_of_blocks(zero: int, later: bool) -> None:
+    net = SequenceNet().double()
+    inputs = torch.randn(2, 2, 6, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    for _ in range(2):
+        ((net.loss(inputs[0]) + net.loss(inputs[1])) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for result in run_spmd(train_on_sequences, 4, zero, later):
+        for name, parameter in net.named_parameters():
+            torch.testing.assert_close(result[name], parameter.detach(), rtol=1e-11, atol=1e-11)
 
 
 def compare(results: list[dict[str, Any]], sizes: dict[str, int], **options: Any) -> None:

@@ -21,6 +21,8 @@ from lightning_3d.shards.gathered import gathered
 from lightning_3d.shards.tensor import ShardTensor
 
 Wrap = Callable[[Tensor], Tensor]
+Run = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+Through = Callable[[Run, tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,21 +91,27 @@ class BlockDoor:
         self._passages: list[_Passage] = []
         around_forward(block, self._inside)
 
-    def around(self, call: Call) -> Any:
-        """Makes a call of the block, outside of its hooks."""
+    def around(self, call: Call, through: Through | None = None) -> Any:
+        """Makes a call of the block, outside of its hooks.
+
+        Args:
+            call: The call.
+            through: Runs what lies inside the door, perhaps again in backward (activation checkpointing); by default
+                it is run once.
+        """
         passage = _Passage()
         (args, kwargs), passage.incoming = locals_of((call.args, call.kwargs))
-        result = self._through(passage, call.function, args, kwargs)
-        return shards_again(result, passage.outgoing, self._block)
 
-    def _through(self, passage: _Passage, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What may run again in backward: the passage belongs to the call."""
-        passage.taken = False
-        self._passages.append(passage)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            self._passages.pop()
+        def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            passage.taken = False
+            self._passages.append(passage)
+            try:
+                return call.function(*args, **kwargs)
+            finally:
+                self._passages.pop()
+
+        result = run(args, kwargs) if through is None else through(run, args, kwargs)
+        return shards_again(result, passage.outgoing, self._block)
 
     def _inside(self, call: Call) -> Any:
         """Runs ``forward``, inside of the hooks."""
