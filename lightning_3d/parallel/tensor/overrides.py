@@ -126,6 +126,11 @@ def _parsed(glob: str, text: str) -> ForcedStyle:
     return ForcedStyle(kind=cast("Kind", found[1] or found[3]), segments=int(found[2] or 1), glob=glob)
 
 
+def numberless(name: str) -> str:
+    """Returns a name with ``*`` for the numbers in it: what repeated layers have in common."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
 # ---- what a glob stands for ----
 
 
@@ -158,7 +163,7 @@ def _outermost(regions: Mapping[str, ForcedStyle]) -> Iterator[tuple[str, Forced
 
 def _matches_nothing(glob: str, modules: Mapping[str, nn.Module], parameters: ParameterTable) -> PlanError:
     names = [*modules, *(name for row in parameters.rows for name in row.names)]
-    spelled = {_numberless(name) for name in names if name}
+    spelled = {numberless(name) for name in names if name}
     # "*.qvk" is nearer to "*.qkv" than to any full name.
     spelled |= {f"*.{name.rsplit('.', 1)[-1]}" for name in spelled if not name.endswith("*")}
     near = nearest(glob, sorted(spelled))
@@ -167,10 +172,6 @@ def _matches_nothing(glob: str, modules: Mapping[str, nn.Module], parameters: Pa
         valid=None if near is None else f"names of the model, such as {near!r}",
         fix=f"tensor_plan={{{near or '<name of a module>'!r}: ...}}",
     )
-
-
-def _numberless(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _without_weights(style: ForcedStyle, matched: list[str], modules: Mapping[str, nn.Module]) -> PlanError:
@@ -182,8 +183,8 @@ def _without_weights(style: ForcedStyle, matched: list[str], modules: Mapping[st
     ]
     return PlanError(
         f"tensor_plan[{style.glob!r}]={str(style)!r} names {name}, which owns no weight matrix itself.",
-        valid=[_numberless(each) for each in dict.fromkeys(below)] or "modules or parameters with a weight matrix",
-        fix=f"tensor_plan={{{_numberless(below[0] if below else '<a weight>')!r}: {str(style)!r}}}",
+        valid=[numberless(each) for each in dict.fromkeys(below)] or "modules or parameters with a weight matrix",
+        fix=f"tensor_plan={{{numberless(below[0] if below else '<a weight>')!r}: {str(style)!r}}}",
     )
 
 
