@@ -68,9 +68,9 @@ class Layout:
         """Returns a rank's part of a whole tensor: a view if the layout is not packed."""
         return take(whole, self.dim, self.segments, rank, size)
 
-    def padded_part(self, whole: Tensor, rank: int, size: int) -> Tensor:
-        """Returns a rank's part of a whole tensor with its padding."""
-        return padded(self.part(whole, rank, size), self.dim, self.segments, size)
+    def padded(self, part: Tensor, size: int) -> Tensor:
+        """Returns a rank's part with its padding: itself if it needs none."""
+        return padded(part, self.dim, self.segments, size)
 
     def without_padding(self, part: Tensor, rank: int, size: int) -> Tensor:
         """Returns a rank's part without its padding: a view."""

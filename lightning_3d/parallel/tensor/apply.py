@@ -33,7 +33,8 @@ def apply_tensor(
 
     Parameters with a layout are cut, the others replicated; all become DTensors, whose names, ties, ``requires_grad``
     and attributes stay. The part of a packed one holds this rank's rows of each segment, so that what torch takes for
-    the whole is in the order of the ranks. What is on the meta device stays there.
+    the whole is in the order of the ranks; where parts are uneven, the last one is padded with zeros at its end. What
+    is on the meta device stays there.
 
     Args:
         module: The whole module, with equal values on all tensor ranks.
@@ -104,16 +105,17 @@ def _part(
     whole: nn.Parameter, reading: Reading, mesh: DeviceMesh, group: ShardGroup, device: torch.device
 ) -> nn.Parameter:
     """This rank's part of a parameter, on memory of its own if it is cut."""
-    local = whole.detach()
-    if reading.layout is not None:
-        assert reading.layout.fits(group.size), f"{reading.layout} does not fit {group.size} ranks"
-        local = reading.layout.part(local, group.rank, group.size).clone(memory_format=torch.contiguous_format)
+    local, shape, layout = whole.detach(), [*whole.shape], reading.layout
+    if layout is not None:
+        assert layout.fits(group.size, padded=True), f"{layout} does not fit {group.size} ranks"
+        own = layout.part(local, group.rank, group.size)
+        local = layout.padded(own, group.size).clone(memory_format=torch.contiguous_format)
+        shape[layout.dim] = layout.padded_length(group.size) * group.size
     elif not local.is_contiguous():
         local = local.contiguous()
     if not local.is_meta:
         local = local.to(device)
-    shape = whole.shape
     cut = DTensor.from_local(
-        local, mesh, [reading.placement], run_check=False, shape=shape, stride=contiguous_strides(shape)
+        local, mesh, [reading.placement], run_check=False, shape=torch.Size(shape), stride=contiguous_strides(shape)
     )
     return nn.Parameter(cut, requires_grad=whole.requires_grad)

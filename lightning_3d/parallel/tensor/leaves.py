@@ -158,7 +158,7 @@ class Leaf:
     def __init__(self, parameter: Any, slot: Slot) -> None:
         self.parameter = parameter
         self.local: Tensor = parameter._local_tensor
-        self.tensor = self.local.detach().requires_grad_()
+        self.tensor = _without_padding(self.local.detach(), slot).requires_grad_()
         # Without a way back to the leaf: the collector does not see through hooks.
         self.tensor.register_post_accumulate_grad_hook(_Delivery(parameter, slot))
         self.tensor.requires_grad_(parameter.requires_grad)
@@ -191,6 +191,8 @@ class _Delivery:
         with torch.no_grad():
             for hook in self._reading.hooks:
                 gradient = _hooked(gradient, hook, self._reading.layout, self._group)
+            if self._reading.layout is not None:
+                gradient = self._reading.layout.padded(gradient, self._group.size)
             if self._partial_sum is not None:
                 self._partial_sum.reopen()
             if parameter.grad is None:
@@ -199,6 +201,11 @@ class _Delivery:
                 parameter.grad._local_tensor.add_(gradient)
             for tell in (parameter._post_accumulate_grad_hooks or {}).values():
                 tell(parameter)
+
+
+def _without_padding(local: Tensor, slot: Slot) -> Tensor:
+    layout, group = slot.reading.layout, slot.group
+    return local if layout is None else layout.without_padding(local, group.rank, group.size)
 
 
 def _shown(leaf: Tensor, slot: Slot) -> Tensor:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_3d.shards import nodes
+from lightning_3d.shards.along import own_positions
+from lightning_3d.shards.layout import is_even
 from lightning_3d.shards.refusal import NeedsSegments, Unshardable
 from lightning_3d.shards.rules.entering import cut
 from lightning_3d.shards.rules.pointwise import own_operand
@@ -57,6 +59,10 @@ def span(segments: tuple[int, ...], size: int, start: int | None, stop: int | No
     """
     length = sum(segments)
     first, last, stride = slice(start, stop, step).indices(length)
+    if not is_even(segments, size):
+        if (first, last, stride) == (0, length, 1):
+            return Span(local=_EVERYTHING, segments=segments)
+        raise Unshardable(f"positions {first} to {last} of {length} whose parts are uneven")
     if stride != 1:
         if first >= stride or last < length - stride + first + 1 or any(each // size % stride for each in segments):
             raise Unshardable(f"every {stride}th position from {first} to {last} of a dim that is cut")
@@ -235,11 +241,8 @@ def gather(x: Any, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Any
         return x.like(x._local.gather(at, _own_index(x, index)), x._dim, x._segments)
     if isinstance(index, ShardTensor) or len(x._segments) > 1:
         raise Unshardable("positions along the dim that is cut")
-    length = x._local.size(at)
-    own = index - x._group.rank * length
-    elsewhere = (own < 0) | (own >= length)
-    found = x._local.gather(at, own.masked_fill(elsewhere, 0)).masked_fill(elsewhere, 0)
-    return nodes.reduce(found, x._group)
+    own, held = own_positions(index, x._group, x.size(at))
+    return nodes.reduce(x._local.gather(at, own).masked_fill(~held, 0), x._group)
 
 
 @table.rule(*spellings("take_along_dim"))
@@ -272,6 +275,8 @@ def _pieces(x: ShardTensor, dim: int, lengths: Sequence[int]) -> tuple[ShardTens
     at, local = dim % x._local.dim(), x._local
     if at != x._dim:
         return tuple([x.like(piece, x._dim, x._segments) for piece in local.split(list(lengths), at)])
+    if x.uneven:
+        raise Unshardable(f"pieces of {x.size(at)} positions whose parts are uneven")
     plan = _piece_plan(x._segments, tuple(lengths))
     pieces = local.split([sum(segments) // x._group.size for segments in plan], at)
     return tuple([x.like(piece, at, segments) for piece, segments in zip(pieces, plan, strict=True)])

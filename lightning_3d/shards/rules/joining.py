@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_3d.shards.layout import is_even
 from lightning_3d.shards.refusal import Unshardable
 from lightning_3d.shards.rules.entering import cut
 from lightning_3d.shards.rules.table import Function, RuleTable, spellings
@@ -26,11 +27,11 @@ def _own(tensor: Tensor, beside: ShardTensor, along: bool) -> tuple[Tensor, tupl
         along: Whether they follow each other along the dim that is cut.
     """
     if isinstance(tensor, ShardTensor):
-        if tensor._dim != beside._dim or not (along or tensor._segments == beside._segments):
+        if tensor._dim != beside._dim or (tensor.uneven if along else tensor._segments != beside._segments):
             raise Unshardable(f"its tensors are cut differently: {beside.cut} and {tensor.cut}")
         return tensor._local, tensor._segments
     segments = (tensor.size(beside._dim),) if along else beside._segments
-    if any(each % beside._group.size for each in segments) or sum(segments) != tensor.size(beside._dim):
+    if (along and not is_even(segments, beside._group.size)) or sum(segments) != tensor.size(beside._dim):
         raise Unshardable(f"a tensor of {tuple(tensor.shape)} beside one that is cut along {beside.cut}")
     return cut(tensor, beside._group, beside._dim, segments), segments
 
@@ -69,7 +70,7 @@ def repeat_interleave(x: Any, repeats: Any = None, dim: int | None = None, *, ou
     if at != x._dim:
         local = x._local.repeat_interleave(repeats, at, output_size=output_size)
         return x.like(local, x._dim, x._segments)
-    if isinstance(repeats, Tensor) or repeats < 1:
+    if isinstance(repeats, Tensor) or repeats < 1 or x.uneven:
         raise Unshardable("its positions become unequal in number")
     return x.like(x._local.repeat_interleave(repeats, at), at, tuple(each * repeats for each in x._segments))
 
