@@ -1,0 +1,255 @@
+"""The numerical proof of a plan: a small part of the model on ranks that are threads, against one device.
+
+A plan is exact by construction, so this finds mistakes of ours, and code that nobody thought of. Parameters get noise,
+since zeros hide mistakes; everything is computed in fp64 where the model allows that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import torch
+from lightning.fabric.utilities.seed import _collect_rng_states
+from lightning.pytorch import LightningModule
+
+from lightning_3d.errors import Lightning3DError, PlanError
+from lightning_3d.graph.quiet import quiet
+from lightning_3d.graph.stand_ins import without_optimizers
+from lightning_3d.parallel.tensor.copies import Names, Values, Whole, cast, whole_tensors
+from lightning_3d.parallel.tensor.ranks import (
+    Cuts,
+    Errors,
+    Outcome,
+    RandomStates,
+    StepCall,
+    errors_of,
+    run_alone,
+    run_ranks,
+)
+from lightning_3d.parallel.tensor.shrink import Piece, fewer_blocks, pieces, positions
+from lightning_3d.units import format_bytes, format_seconds
+
+# Relative errors; real mistakes show as 1e-2 to 1. A model in fp64 may still compute in fp32 inside.
+BOUNDS = MappingProxyType({torch.float64: 1e-6, torch.float32: 1e-3})
+# What a proof may take at start-up, in seconds.
+STARTUP_SECONDS = 1.0
+# Copies of the parameters at a time: values, gradients, both again on the ranks, and what is made on the way.
+_COPIES = 6
+_MOST_BYTES = 32 * 2**30
+_TIMEOUT = 600.0
+# Measured on one core of a server: for each parameter, and for each parameter and position.
+_SECONDS_PER_ELEMENT = 1e-7
+_SECONDS_PER_PRODUCT = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proof:
+    """A step on tensor ranks gave what one device gives.
+
+    Attributes:
+        ranks: Number of ranks.
+        value_error: Relative error of what the step returned and logged.
+        parameter: The parameter whose gradient has the largest error; None if the step has no gradients.
+        error: That error.
+        parameters: How many gradients were compared.
+        precision: What it was computed in.
+        piece: How much of the model and of the batch it was made on.
+        seconds: What it took.
+        cached: It was made before and found again.
+    """
+
+    ranks: int
+    value_error: float
+    parameter: str | None
+    error: float
+    parameters: int
+    precision: str
+    piece: str
+    seconds: float
+    cached: bool = False
+
+    def __str__(self) -> str:
+        worst = f", {self.parameters} gradients {self.error:.0e} (largest: {self.parameter})" if self.parameter else ""
+        when = "earlier" if self.cached else f"in {format_seconds(self.seconds)}"
+        return (
+            f"proved on {self.ranks} ranks ({self.piece}, {self.precision}) {when}: relative errors: loss "
+            f"{self.value_error:.0e}{worst}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """There is no proof.
+
+    Attributes:
+        reason: Why not.
+    """
+
+    reason: str
+
+    def __str__(self) -> str:
+        return f"not proved: {self.reason}"
+
+
+def prove(
+    module: LightningModule,
+    call: StepCall,
+    cuts: Cuts,
+    *,
+    values: Values | None = None,
+    most_seconds: float | None = None,
+) -> Proof | Skipped:
+    """Runs a step on a small part of the model, on one device and on thread ranks, and compares all gradients.
+
+    Args:
+        module: The whole module as its author wrote it, real or on the meta device; it is left as it is.
+        call: The step, with a real batch.
+        cuts: What the plan does to its parameters.
+        values: Initial values by name, for what is on the meta device.
+        most_seconds: Do nothing if it is estimated to take longer.
+
+    Raises:
+        PlanError: The ranks compute something else than one device, or cannot run the step.
+    """
+    missing = "it has no batch"
+    with quiet(module), without_optimizers(module), torch.compiler.set_stance("force_eager"):
+        names = Names.of(module)
+        for piece in pieces(module, call.args, cuts.size):
+            with fewer_blocks(module, piece.kept):
+                for dtype in BOUNDS:
+                    trial = _Trial(module, names, replace(call, args=cast(piece.args, dtype)), cuts, piece, dtype)
+                    excess = trial.excess(most_seconds)
+                    if excess is not None:
+                        return Skipped(excess)
+                    try:
+                        return trial.run(values)
+                    except _NotThis as reason:
+                        missing = str(reason)
+    return Skipped(f"the step runs on no small part of the model ({missing})")
+
+
+class _NotThis(Exception):  # noqa: N818 (no error: another part is tried)
+    """One device does not run a part of the model, or gives nothing to compare with."""
+
+
+class _Trial:
+    """One attempt, on one part of the model."""
+
+    def __init__(
+        self,
+        module: LightningModule,
+        names: Names,
+        call: StepCall,
+        cuts: Cuts,
+        piece: Piece,
+        dtype: torch.dtype,
+    ) -> None:
+        self._module = module
+        self._names = names
+        self._call = call
+        self._cuts = replace(cuts, regions=names.regions(module, cuts.regions))
+        self._piece = piece
+        self._dtype = dtype
+
+    def excess(self, most_seconds: float | None) -> str | None:
+        """Returns why the attempt should not be made."""
+        elements = sum(parameter.numel() for parameter in self._module.parameters())
+        size = _COPIES * elements * self._dtype.itemsize
+        if size > _MOST_BYTES:
+            return f"it takes {format_bytes(size)} of memory, of {format_bytes(_MOST_BYTES)} at most"
+        seconds = elements * (_SECONDS_PER_ELEMENT + positions(self._call.args) * _SECONDS_PER_PRODUCT)
+        if most_seconds is None or seconds <= most_seconds:
+            return None
+        return (
+            f"it takes about {format_seconds(seconds)}, and at start-up {format_seconds(most_seconds)} at most; "
+            "`lightning-3d verify` makes it"
+        )
+
+    def run(self, values: Values | None) -> Proof:
+        """Compares the ranks with one device."""
+        started = time.monotonic()
+        bound, errors = BOUNDS[self._dtype], None
+        # What rounding turns into another choice, as of an expert, does not do so on other values too.
+        for seed in range(2):
+            tensors = whole_tensors(self._module, self._names.tensors, dtype=self._dtype, seed=seed, values=values)
+            states = _collect_rng_states(include_cuda=False)
+            with _default_dtype(self._dtype):
+                errors = errors_of(self._alone(tensors, states), self._ranks(tensors, states), self._cuts.layouts)
+            if errors.largest <= bound:
+                return self._proof(errors, time.monotonic() - started)
+        assert errors is not None
+        raise self._wrong(errors, bound)
+
+    def _alone(self, tensors: Whole, states: RandomStates) -> Outcome:
+        try:
+            alone = run_alone(self._module, self._call, tensors, states)
+        except Exception as failure:
+            raise _NotThis(_first_line(failure)) from failure
+        if not alone.usable:
+            raise _NotThis("it gives no finite loss, or no gradients")
+        return alone
+
+    def _ranks(self, tensors: Whole, states: RandomStates) -> list[Outcome]:
+        try:
+            return run_ranks(self._module, self._call, tensors, states, self._cuts, timeout=_TIMEOUT)
+        except Lightning3DError:
+            raise
+        except Exception as failure:
+            raise PlanError(
+                f"{self._call.method} does not run on {self._cuts.size} tensor-parallel ranks: {_first_line(failure)}.",
+                fix="tensor_plan={'<module that fails>': 'replicate'}",
+            ) from failure
+
+    def _proof(self, errors: Errors, seconds: float) -> Proof:
+        return Proof(
+            ranks=self._cuts.size,
+            value_error=errors.value,
+            parameter=errors.parameter,
+            error=errors.gradient,
+            parameters=len(errors.gradients),
+            precision=str(self._dtype).removeprefix("torch."),
+            piece=str(self._piece),
+            seconds=seconds,
+        )
+
+    def _wrong(self, errors: Errors, bound: float) -> PlanError:
+        name = errors.parameter
+        wrong = sum(not error <= bound for error in errors.gradients.values())
+        found = f"the loss is off by {errors.value:.1e}"
+        if name is not None and wrong:
+            layout = self._cuts.layouts.get(name)
+            style = "replicated" if layout is None else f"cut along {layout}"
+            found += (
+                f" and {wrong} of {len(errors.gradients)} gradients, most of all by {errors.gradient:.1e} that of "
+                f"{name} ({style})"
+            )
+        glob = "<module>" if name is None else _with_stars(name.rpartition(".")[0] or name)
+        return PlanError(
+            f"the tensor-parallel plan is not exact: on {self._cuts.size} ranks ({self._piece}, "
+            f"{self._dtype}) {found}, relative to one device.",
+            valid=f"relative errors up to {bound:.0e}",
+            fix=f"tensor_plan={{{glob!r}: 'replicate'}}",
+        )
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Context in which tensors that a step makes are as precise as the others."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _first_line(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {str(failure).strip().partition(chr(10))[0]}"
+
+
+def _with_stars(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
