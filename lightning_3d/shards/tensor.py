@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from lightning_3d.errors import ModuleError
+from lightning_3d.shards import nodes
 from lightning_3d.shards.group import ShardGroup
 from lightning_3d.shards.layout import Layout, is_even
 
@@ -156,6 +157,10 @@ class ShardTensor(torch.Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({tuple(self.shape)}, {self.cut}, rank {self._group.rank})"
 
+    def __format__(self, spec: str) -> str:
+        # Where one rank alone prints, it must not wait for the others.
+        return format(repr(self), spec)
+
     ndimension = dim
     nelement = numel
     __str__ = __repr__
@@ -188,7 +193,7 @@ class ShardTensor(torch.Tensor):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        self._local.grad = None if value is None else self._part_of(value)
+        self._local.grad = None if value is None else self.part_of(value)
 
     @property
     def data(self) -> Self:
@@ -197,18 +202,19 @@ class ShardTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        self._local.data = self._part_of(value)
+        self._local.data = self.part_of(value)
 
-    def _part_of(self, value: Tensor) -> Tensor:
-        """Returns a value's part on this rank, as this tensor is cut."""
-        if not isinstance(value, ShardTensor):
-            return self.cut.part(value, self._group.rank, self._group.size)
-        if value.cut != self.cut:
-            raise ModuleError(
-                f"a tensor cut along {self.cut} was given the values of one cut along {value.cut}.",
-                fix="tensor_plan={'<module that does it>': 'replicate'}",
-            )
-        return value._local
+    def part_of(self, value: Tensor) -> Tensor:
+        """Returns this rank's part of a value of the same shape, as this tensor is cut.
+
+        Args:
+            value: A replicated tensor, or a shard that may be cut in another way.
+        """
+        if isinstance(value, ShardTensor):
+            if value.cut == self.cut:
+                return value._local
+            value = nodes.gather(value._local, value._group, value._dim, value._segments)
+        return nodes.part(value, self._group, self._dim, self._segments)
 
 
 def _of_local(name: str) -> property:
