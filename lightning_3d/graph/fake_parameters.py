@@ -46,7 +46,7 @@ def fake_parameters(module: nn.Module) -> Iterator[dict[int, str]]:
 
 def _fake(value: Tensor, mode: FakeTensorMode) -> Tensor:
     with mode:
-        fake = torch.empty_like(value, device="cpu" if value.is_meta else value.device)
+        fake = torch.empty(value.shape, dtype=value.dtype, device="cpu" if value.is_meta else value.device)
     if not isinstance(value, nn.Parameter):
         return fake
     parameter = nn.Parameter(fake, requires_grad=value.requires_grad)

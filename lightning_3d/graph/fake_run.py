@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
@@ -23,7 +23,7 @@ from lightning_3d.graph.blocks import Stack, containers, outer_modules
 from lightning_3d.graph.calls import Call, Handler, around_calls
 from lightning_3d.graph.fake_parameters import fake_parameters
 from lightning_3d.graph.observer import EndPass, Function, Observer, Proceed, ProceedModule, Scene, ValueRead
-from lightning_3d.graph.places import innermost_module, user_line
+from lightning_3d.graph.places import innermost_call, user_line
 from lightning_3d.graph.quiet import quiet
 from lightning_3d.graph.repeats import Repeat, block_kinds, signature
 from lightning_3d.graph.stand_ins import without_metrics, without_optimizers
@@ -63,12 +63,13 @@ def fake_run(
         ModuleError: The step reads values of a hidden state and no observer lets it, or it calls an operator whose
             results torch cannot foretell.
     """
-    with quiet(module), fake_parameters(module) as parameters, torch.compiler.set_stance("force_eager"):
+    with fake_parameters(module) as parameters, torch.compiler.set_stance("force_eager"):
         kinds = {
             name: (kind, *(observer.tells_apart(name) for observer in observers))
             for name, kind in block_kinds(module, stacks).items()
         }
-        scene = Scene(parameters=parameters, modules={child: name for name, child in module.named_modules()})
+        modules = {child: name for name, child in module.named_modules()}
+        scene = Scene(parameters=parameters, modules=modules, blocks=frozenset(kinds))
         calls = _Calls(kinds, scene, observers)
         watched = _watched(module, stacks, observers)
         for passes in range(1, _MOST_PASSES + 1):
@@ -174,10 +175,11 @@ class _Calls:
         masked = with_positions(function, args, kwargs)
         if masked is not None:
             return masked[0](*masked[1])
-        module = innermost_module()
+        call = innermost_call()
         read = ValueRead(
             function=getattr(function, "__name__", str(function)),
-            module=None if module is None else self._scene.modules.get(module),
+            module="" if call is None else self._scene.modules.get(cast("nn.Module", call.function), ""),
+            call=call,
             line=user_line(),
         )
         answers = [observer.value_read(read) for observer in self.observers]

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_3d.graph.calls import Call
+
 Function = Callable[..., Any]
 Proceed = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
 ProceedModule = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -27,11 +29,13 @@ class Scene:
     Attributes:
         parameters: The first name of each parameter, by the id of the fake one that stands for it.
         modules: The name of each module, the root's is "".
+        blocks: The names of all blocks.
         block: The block that is running, or None at the level of its containers.
     """
 
     parameters: Mapping[int, str]
     modules: Mapping[nn.Module, str]
+    blocks: frozenset[str]
     block: str | None = None
 
     def name_of(self, value: object) -> str | None:
@@ -45,12 +49,14 @@ class ValueRead:
 
     Attributes:
         function: Name of the function that reads.
-        module: Name of the innermost module that runs, or None outside of all.
+        module: Name of the innermost module that runs; "" outside of all, as for the root.
+        call: How that module was called.
         line: File and line of the code that reads.
     """
 
     function: str
-    module: str | None
+    module: str
+    call: Call | None
     line: str
 
 

@@ -10,17 +10,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_3d.graph.calls import Call
+
 _ROOMS = tuple(str(Path(__file__).parents[1] / room) for room in ("graph", "shards", "parallel"))
 _TORCH = str(Path(torch.__file__).parent)
 _CALL = nn.Module._call_impl.__code__
 
 
-def innermost_module() -> nn.Module | None:
-    """Returns the module whose call runs here, or None outside of all."""
+def innermost_call() -> Call | None:
+    """Returns the call of a module that runs here, or None outside of all; its function is the module."""
     for frame in _frames():
         if frame.f_code is _CALL:
-            module: nn.Module = frame.f_locals["self"]
-            return module
+            known = frame.f_locals
+            return Call(known["self"], known["args"], known["kwargs"])
     return None
 
 
