@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from torch.utils import _pytree as pytree
 from lightning_3d.errors import ModuleError
 from lightning_3d.graph.calls import Call, around_forward
 from lightning_3d.parallel.tensor.regions import Output, Region
+from lightning_3d.parallel.tensor.trial import holding
 from lightning_3d.shards import nodes
 from lightning_3d.shards.gathered import gathered
 from lightning_3d.shards.group import ShardGroup
@@ -55,13 +55,20 @@ class RegionCalls:
         Raises:
             ModuleError: It returned something of another structure than where it was proved.
         """
-        owners = [(child, name) for child in self._module.modules() for name in child._parameters]
-        shown = [getattr(owner, name) for owner, name in owners]
+        places = [
+            (child, name)
+            for child in self._module.modules()
+            for name, value in child._parameters.items()
+            if value is not None
+        ]
+        shown = [getattr(owner, name) for owner, name in places]
         if any(isinstance(value, DTensor) for value in shown):
             return call()
-        weights = [None if value is None else self._weight(value) for value in shown]
+        weights = [
+            (owner._parameters, name, self._weight(value)) for (owner, name), value in zip(places, shown, strict=True)
+        ]
         args, kwargs = pytree.tree_map_only(Tensor, self._input, (call.args, call.kwargs))
-        with _parameters(owners, weights):
+        with holding(weights):
             output = call.function(*args, **kwargs)
         leaves, structure = pytree.tree_flatten(output)
         kinds = self._region.outputs[self._module.training]
@@ -86,19 +93,3 @@ class RegionCalls:
             return nodes.reduce(value, self._group)
         # Every rank has the whole gradient of it, and inputs add the ranks' gradients up.
         return divided(value, self._group) if isinstance(value, Tensor) and value.requires_grad else value
-
-
-@contextmanager
-def _parameters(owners: list[tuple[nn.Module, str]], weights: list[Tensor | None]) -> Iterator[None]:
-    """Context in which modules hold other parameters."""
-    before = [owner._parameters[name] for owner, name in owners]
-    _put(owners, weights)
-    try:
-        yield
-    finally:
-        _put(owners, before)
-
-
-def _put(owners: list[tuple[nn.Module, str]], values: Iterable[Any]) -> None:
-    for (owner, name), value in zip(owners, values, strict=True):
-        owner._parameters[name] = value

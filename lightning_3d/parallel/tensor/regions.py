@@ -24,6 +24,7 @@ from lightning_3d.shards.layout import Layout
 Output = Literal["sum", "same"]
 # Relative; wrong regions are off by about 1. Modules that compute in fp32 inside stay far below it.
 _TOLERANCE = 1e-5
+_NO_PAIR = "it has no pair of weights between which it may be cut, or what follows them does more than add up"
 # Gradients below it are zero.
 _SMALLEST = 1e-6
 
@@ -225,14 +226,14 @@ def _prove(module: nn.Module, sample: CallSample | None, degree: int, cuttable: 
 
 def _largest(trial: Trial, module: nn.Module, degree: int, cuttable: Collection[str]) -> _Proof | str:
     """Returns the largest layout that is exact in a trial: all that may be cut together, or a part of it."""
-    reason = "it has no pair of weights between which it may be cut, or what follows them does more than add up"
+    reason = ""
     together: dict[str, Layout] = {}
     alone = []
     for pair in find_pairs(trial):
         if not pair.layouts.keys() <= set(cuttable):
             continue
         if not all(layout.fits(degree) for layout in pair.layouts.values()):
-            reason = f"{degree} ranks do not divide its {_lengths(_full(pair.layouts, module))}"
+            reason = reason or f"{degree} ranks do not divide its {_lengths(_full(pair.layouts, module))}"
             continue
         alone.append(pair.layouts)
         if not together.keys() & pair.layouts.keys():
@@ -242,15 +243,17 @@ def _largest(trial: Trial, module: nn.Module, degree: int, cuttable: Collection[
         if isinstance(found, _Proof):
             return found
         reason = reason if index else found
-    return reason
+    return reason or _NO_PAIR
 
 
 def _full(layouts: Mapping[str, Layout], module: nn.Module) -> dict[str, Layout]:
-    """Layouts of a trial, in the sizes of the module."""
+    """Layouts of a trial, in the sizes and the order of the module."""
     full = {}
-    for name, layout in layouts.items():
-        times = module.get_parameter(name).shape[layout.dim] // layout.length
-        full[name] = Layout(layout.dim, tuple(times * segment for segment in layout.segments))
+    for name, value in module.named_parameters():
+        if name in layouts:
+            layout = layouts[name]
+            times = value.shape[layout.dim] // layout.length
+            full[name] = Layout(layout.dim, tuple(times * segment for segment in layout.segments))
     return full
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -90,7 +89,7 @@ class Trial:
     Args:
         module: The module, on any device, fake and meta ones too; it is left as it is.
         sample: How it is called.
-        scale: What its dims are divided by.
+        scale: How its dims are made smaller.
         dtype: What it computes in.
         choices: Integers of the inputs are below it.
 
@@ -100,19 +99,17 @@ class Trial:
 
     def __init__(self, module: nn.Module, sample: CallSample, scale: Scale, dtype: torch.dtype, choices: int) -> None:
         self._module = module
-        self.scale = scale
-        self.dtype = dtype
         self.weights = {
             name: _random(scale.of(value.shape), index).to(dtype) / math.sqrt(max(scale.of(value.shape[-1:]) or (1,)))
             for index, (name, value) in enumerate(module.named_parameters())
         }
-        self._buffers = {
-            name: _random(scale.of(value.shape), index).to(dtype)
-            if value.is_floating_point()
-            else torch.zeros(scale.of(value.shape), dtype=value.dtype)
-            for index, (name, value) in enumerate(module.named_buffers())
-            if value.is_meta or value.is_floating_point()
-        }
+        self._places = {name: _places(module, value) for name, value in module.named_parameters()}
+        self._buffers = [
+            (child._buffers, key, _buffer(value, scale, dtype))
+            for child in module.modules()
+            for key, value in child._buffers.items()
+            if value is not None
+        ]
         leaves, self._structure = pytree.tree_flatten((sample.args, dict(sample.kwargs)))
         self._leaves = [_like(leaf, scale, dtype, choices, index) for index, leaf in enumerate(leaves)]
 
@@ -127,19 +124,25 @@ class Trial:
             NoTrial: It fails, or writes to its inputs.
         """
         own = {name: value.detach().requires_grad_() for name, value in (weights or self.weights).items()}
-        leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         inputs = [leaf.requires_grad_() for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
-        with torch.random.fork_rng(devices=[]), _in_mode(self._module, training), _NoDropout(), torch.enable_grad():
-            torch.manual_seed(0)
-            try:
-                output = functional_call(self._module, {**own, **self._buffers}, args, kwargs)
-            except Exception as failure:
-                raise NoTrial(str(failure).strip().split("\n", 1)[0]) from failure
-        if versions != [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in leaves]:
+        # Copies, since a leaf could not be written to.
+        given = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(given, self._structure)
+        held = [(registry, key, value) for name, value in own.items() for registry, key in self._places[name]]
+        with torch.random.fork_rng(devices=[]), _in_mode(self._module, training), holding([*held, *self._buffers]):
+            output = self._called(args, kwargs)
+        if any(leaf._version for leaf in given if isinstance(leaf, Tensor)):
             raise NoTrial("it writes to its inputs")
         return Run(pytree.tree_leaves(output), inputs, own)
+
+    def _called(self, args: Any, kwargs: Any) -> Any:
+        torch.manual_seed(0)
+        try:
+            with _NoDropout(), torch.enable_grad():
+                return self._module(*args, **kwargs)
+        except Exception as failure:
+            raise NoTrial(str(failure).strip().split("\n", 1)[0]) from failure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -251,6 +254,43 @@ def _cut_alike(length: int, less: int, parts: int) -> bool:
 
 
 # ---- values ----
+
+
+@contextmanager
+def holding(values: Sequence[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Context in which modules hold other parameters or buffers.
+
+    Args:
+        values: Registry of a module, name in it, and what to hold there; no place twice.
+    """
+    before = [(registry, name, registry[name]) for registry, name, _ in values]
+    _put(values)
+    try:
+        yield
+    finally:
+        _put(before)
+
+
+def _put(values: Sequence[tuple[dict[str, Any], str, Any]]) -> None:
+    for registry, name, value in values:
+        registry[name] = value
+
+
+def _places(module: nn.Module, parameter: nn.Parameter) -> list[tuple[dict[str, Any], str]]:
+    """Where a parameter is registered; more than once if it is tied."""
+    return [
+        (child._parameters, key)
+        for child in module.modules()
+        for key, value in child._parameters.items()
+        if value is parameter
+    ]
+
+
+def _buffer(value: Tensor, scale: Scale, dtype: torch.dtype) -> Tensor:
+    shape = scale.of(value.shape)
+    if value.is_floating_point():
+        return _random(shape, 0).to(dtype)
+    return torch.zeros(shape, dtype=value.dtype) if value.is_meta else value
 
 
 def _random(shape: Sequence[int], seed: int) -> Tensor:
