@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_3d.gradients import clip_by_norm, clip_by_value, local_gradients, scale_gradients, total_norm
 
@@ -71,3 +73,32 @@ def test_norm_of_parts(mesh: DeviceMesh, norm_type: float) -> None:
     norm = total_norm([cut, whole], group=dist.group.WORLD, norm_type=norm_type)
     assert float(norm) == expected
     assert not isinstance(norm, DTensor)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_norm_over_parameters_of_different_meshes(norm_type: float) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicas", "shards", "tensor"))
+        # The last number says on how many ranks each element lies.
+        kinds = [
+            (mesh["tensor"], [Replicate()], 8),
+            (mesh["tensor"], [Shard(0)], 4),
+            (mesh["shards", "tensor"], [Shard(0), Replicate()], 4),
+            (mesh["shards", "tensor"], [_StridedShard(0, split_factor=2), Shard(0)], 2),
+            (mesh, [Replicate(), _StridedShard(0, split_factor=2), Shard(0)], 2),
+            (mesh, [Replicate(), Replicate(), Replicate()], 8),
+        ]
+        made = [nn.Parameter(torch.zeros(1))]
+        made[0].grad = torch.tensor([2.0])
+        expected = 2.0**norm_type
+        for own, placements, holders in kinds:
+            cut = nn.Parameter(DTensor.from_local(torch.zeros(3), own, placements, run_check=False))
+            cut.grad = DTensor.from_local(torch.tensor([1.0, -2.0, 3.0]), own, placements, run_check=False)
+            made.append(cut)
+            # All ranks of the fake world hold what this one does.
+            expected += 8 / holders * sum(value**norm_type for value in (1.0, 2.0, 3.0))
+        expected = 3.0 if norm_type == float("inf") else (expected / 8) ** (1 / norm_type)
+        assert float(total_norm(made, group=dist.group.WORLD, norm_type=norm_type)) == pytest.approx(expected)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,91 @@
+"""The price of the tensor axis: what an optimizer step sends over it.
+
+Counts after Shoeybi et al. 2019, "Megatron-LM", section 3: a dense block sums twice forward and twice backward, each
+time its hidden state. With sequence parallelism (Korthikanti et al. 2022, section 4.2) each sum becomes a
+reduce-scatter and an all-gather, which send as much together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lightning_3d.cost import Traffic, TrafficRow
+
+_TENSOR = "tensor_parallel"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sums:
+    """Sums over the tensor axis that a part of the model needs for one micro-batch.
+
+    Attributes:
+        forward: Calls in forward.
+        backward: Calls in backward.
+        payload: Bytes of what each of them sums.
+        of_states: They sum hidden states, which sequence parallelism leaves cut.
+    """
+
+    forward: int
+    backward: int
+    payload: int
+    of_states: bool = True
+
+    @property
+    def calls(self) -> int:
+        """Calls of a micro-batch."""
+        return self.forward + self.backward
+
+
+def dense_block(state: int, *, recomputed: bool = False) -> Sums:
+    """Returns the sums of a block of attention and MLP.
+
+    Args:
+        state: Bytes of the hidden state of a micro-batch: samples x length x width x bytes of an element.
+        recomputed: Its forward runs again in backward, which ends before the last sum.
+    """
+    return Sums(forward=2, backward=3 if recomputed else 2, payload=state)
+
+
+def vocabulary(state: int, rows: int, *, element: int = 4) -> tuple[Sums, ...]:
+    """Returns the sums of an embedding, a head and a cross-entropy whose vocabulary is cut.
+
+    Args:
+        state: Bytes of the hidden state of a micro-batch.
+        rows: Its tokens.
+        element: Bytes of an element of the loss: at least those of fp32.
+    """
+    embedding_and_head = Sums(forward=1, backward=1, payload=state)
+    # The largest logit of each row; then its sum of exponentials and the logit of its class.
+    largest = Sums(forward=1, backward=0, payload=rows * element, of_states=False)
+    loss = Sums(forward=1, backward=0, payload=2 * rows * element, of_states=False)
+    return embedding_and_head, largest, loss
+
+
+def tensor_traffic(
+    sums: Iterable[Sums], *, size: int, microbatches: int, sequence: bool = False, partial: Iterable[int] = ()
+) -> Traffic:
+    """Returns the collectives of one optimizer step, as each rank takes part in them.
+
+    Args:
+        sums: Of all parts of the model.
+        size: Number of tensor ranks.
+        microbatches: Micro-batches of an optimizer step: those of a batch x accumulated batches.
+        sequence: Sequence parallelism.
+        partial: Bytes of the partial gradients of each dtype, which are summed once.
+    """
+    if size == 1:
+        return Traffic()
+    total = Traffic()
+    for part in sums:
+        kinds = ("reduce_scatter", "all_gather") if sequence and part.of_states else ("all_reduce",)
+        for kind in kinds:
+            total += _row(kind, size, microbatches * part.calls, part.payload)
+    for payload in partial:
+        total += _row("all_reduce", size, 1, payload)
+    return total
+
+
+def _row(operation: str, size: int, calls: int, payload: int) -> Traffic:
+    row = TrafficRow(operation=operation, axis=_TENSOR, group_size=size, calls=calls, payload=calls * payload)
+    return Traffic(rows=(row,) if row.payload else ())
