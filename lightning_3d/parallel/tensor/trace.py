@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from lightning_3d.graph.parameters import ParameterTable
 from lightning_3d.parallel.tensor.decisions import Decisions
 from lightning_3d.parallel.tensor.entries import ENTRIES, Weights
 from lightning_3d.parallel.tensor.overrides import ForcedStyle
+from lightning_3d.parallel.tensor.regions import Region
 from lightning_3d.parallel.tensor.traced import TracedShard, TraceGroup
 from lightning_3d.parallel.tensor.traffic import Traffic, backward_traffic
 from lightning_3d.parallel.tensor.trial import CallSample
@@ -31,7 +32,6 @@ from lightning_3d.shards.layout import Layout
 from lightning_3d.shards.refusal import NeedsSegments, Unshardable
 from lightning_3d.shards.rules.entering import entered
 
-Output = Literal["sum", "same"]
 _VIEWS = ("view", "reshape", "unflatten", "view_as", "reshape_as")
 # A view that splits features in more parts than these splits them in heads, not in q, k and v.
 _MOST_PACKED = 8
@@ -93,7 +93,7 @@ class TensorTrace(Observer):
         size: Number of ranks.
         forced: Styles that the user wants, by first names; none says "replicate".
         forbidden: Why weights must stay whole, by first names.
-        regions: Modules that run on local weights, and for each leaf of their outputs whether it is summed.
+        regions: Modules that run on local weights.
         sampled: Modules of which it is to be known how they are called.
     """
 
@@ -104,13 +104,13 @@ class TensorTrace(Observer):
         *,
         forced: Mapping[str, ForcedStyle] | None = None,
         forbidden: Mapping[str, str] | None = None,
-        regions: Mapping[str, Sequence[Output]] | None = None,
+        regions: Sequence[Region] = (),
         sampled: Collection[str] = (),
     ) -> None:
         self._table = table
         self._size = size
         self._forced = dict(forced or {})
-        self._regions = dict(regions or {})
+        self._regions = {region.module: region for region in regions}
         self._sampled = frozenset(sampled)
         self._decisions = Decisions(size, forbidden or {}, self._forced)
         self._first_names = {name: row.name for row in table.rows for name in row.names}
@@ -277,11 +277,12 @@ class TensorTrace(Observer):
         now.region = True
         output = proceed(args, kwargs)
         now.region = False
+        training = next(child.training for child, each in now.scene.modules.items() if each == name)
         leaves, structure = pytree.tree_flatten(output)
         with torch._C.DisableTorchFunction():
             leaves = [
                 nodes.reduce(leaf, now.group) if kind == "sum" else leaf
-                for leaf, kind in zip(leaves, self._regions[name], strict=True)
+                for leaf, kind in zip(leaves, self._regions[name].outputs[training], strict=True)
             ]
         return pytree.tree_unflatten(leaves, structure)
 

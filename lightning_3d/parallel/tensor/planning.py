@@ -1,0 +1,101 @@
+"""From a module and its step to the plan of its tensor axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import LightningModule
+
+from lightning_3d.graph.blocks import Stack
+from lightning_3d.graph.fake_run import fake_run
+from lightning_3d.graph.observer import Observer
+from lightning_3d.graph.parameters import ParameterTable
+from lightning_3d.parallel.tensor.hints import hinted_regions
+from lightning_3d.parallel.tensor.overrides import Overrides, plan_overrides
+from lightning_3d.parallel.tensor.plan import TensorPlan, plan_tensor
+from lightning_3d.parallel.tensor.regions import Region, RegionPlan, plan_regions, region_candidates
+from lightning_3d.parallel.tensor.trace import TensorTrace, Traced
+
+Step = Callable[[], Any]
+
+
+def find_tensor_plan(
+    module: LightningModule,
+    step: Step,
+    *,
+    parameters: ParameterTable,
+    stacks: Sequence[Stack],
+    size: int,
+    tensor_plan: Mapping[str, str] | None = None,
+    sequence: bool = False,
+    observers: Sequence[Observer] = (),
+) -> TensorPlan:
+    """Returns the plan of an untouched module.
+
+    The user's `tensor_plan` goes before what a run of the step shows; a model's own hints count for experts only, and
+    where they are proved.
+
+    Args:
+        module: The whole module, real or on the meta device.
+        step: Calls the user's step with a real batch.
+        parameters: The module's parameters.
+        stacks: Its stacks of blocks.
+        size: Number of tensor-parallel ranks.
+        tensor_plan: The user's globs and styles.
+        sequence: Sequence parallelism.
+        observers: Who else watches the run; they see its last passes again if there are local regions.
+
+    Raises:
+        PlanError: A glob or style of the user is wrong, or nothing can be cut.
+        ModuleError: The step cannot run without values.
+    """
+    overrides = plan_overrides(module, parameters, tensor_plan, size)
+    hinted = hinted_regions(module)
+    sampled = [candidate.module for candidate in region_candidates(module, overrides, hinted)]
+    trace = partial(_traced, module, step, parameters, stacks, overrides)
+    traced = trace(size, sampled=sampled, observers=observers)
+    candidates = region_candidates(module, overrides, hinted, traced.reads)
+    regions = RegionPlan()
+    if candidates:
+        regions = plan_regions(module, parameters, candidates, traced.calls, size, replicated=overrides.replicated)
+    if regions.regions:
+        traced = trace(size, regions=regions.regions, observers=observers)
+    return plan_tensor(
+        parameters,
+        traced,
+        overrides=overrides,
+        regions=regions,
+        hinted=hinted,
+        sequence=sequence,
+        useful=lambda degree: bool(trace(degree).styles),
+    )
+
+
+def _traced(
+    module: LightningModule,
+    step: Step,
+    parameters: ParameterTable,
+    stacks: Sequence[Stack],
+    overrides: Overrides,
+    size: int,
+    *,
+    sampled: Collection[str] = (),
+    regions: Sequence[Region] = (),
+    observers: Sequence[Observer] = (),
+) -> Traced:
+    trace = TensorTrace(
+        parameters,
+        size,
+        forced={name: style for name, style in overrides.styles.items() if style.kind != "replicate"},
+        forbidden={
+            name: f"tensor_plan[{style.glob!r}]='replicate'"
+            for name, style in overrides.styles.items()
+            if style.kind == "replicate"
+        },
+        regions=regions,
+        sampled=sampled,
+    )
+    fake_run(module, step, stacks=stacks, observers=[*observers, trace])
+    return trace.found()
