@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -81,6 +82,10 @@ class RegionCalls:
         return pytree.tree_unflatten(
             [self._output(leaf, kind) for leaf, kind in zip(leaves, kinds, strict=True)], structure
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RegionCalls:
+        """A copy of the module runs on the same ranks."""
+        return RegionCalls(copy.deepcopy(self._module, memo), self._region, self._group)
 
     def _weight(self, value: Tensor) -> Tensor:
         return value._local if isinstance(value, ShardTensor) else entered(value, self._group)

@@ -6,16 +6,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.errors import ModuleError
 from lightning_3d.graph.parameters import parameter_table
+from lightning_3d.parallel.tensor.apply import apply_tensor
 from lightning_3d.parallel.tensor.hints import hinted_regions
 from lightning_3d.parallel.tensor.overrides import Overrides
 from lightning_3d.parallel.tensor.region_calls import run_regions
 from lightning_3d.parallel.tensor.regions import Region, plan_regions, region_candidates
 from lightning_3d.parallel.tensor.trial import CallSample
 from lightning_3d.shards.executor import Shard
+from lightning_3d.shards.group import ProcessShardGroup
 from lightning_3d.shards.layout import Layout
 from lightning_3d.shards.partial import PartialTensor
 from lightning_3d.shards.threads import ThreadShardGroup, run_threads
@@ -217,3 +221,27 @@ def test_another_number_of_outputs_is_refused() -> None:
             mine["mixture"](tokens())
 
     run_threads(2, rank)
+
+
+def test_on_parameters_of_the_tensor_axis_and_on_a_copy(tensor_mesh: DeviceMesh) -> None:
+    model = Around(Mixture()).double()
+    (region,) = regions_of(model, "mixture", _TOKENS, 2)
+    group = ProcessShardGroup(tensor_mesh.get_group())
+    state = apply_tensor(model, dict(region.layouts), tensor_mesh, group, device=torch.device("cpu"))
+    run_regions(model, [region], group)
+    seen = []
+    model.mixture.experts[0].w1.register_forward_pre_hook(lambda layer, _: seen.append(layer.weight))
+    for each in (model, copy.deepcopy(model)):
+        with state.activity:
+            each(tokens()).backward()
+        inner: Any = each.mixture.experts[0].w1.weight
+        assert isinstance(inner, DTensor)
+        assert isinstance(inner.grad, DTensor)
+        assert inner.grad.to_local().shape == (24, HIDDEN)
+        assert inner.grad.to_local().any()
+        router: Any = each.mixture.router.weight
+        assert isinstance(router.grad, DTensor)
+        # Computed with the leaf on the parameter's memory, no shard.
+        assert type(seen[-1]) is Tensor
+        assert seen[-1].data_ptr() == inner.to_local().data_ptr()
+    assert len(seen) == 2
