@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import _get_current_function_mode_stack
 
@@ -221,7 +221,7 @@ class Replay:
         finally:
             self._group.forget_copies()
 
-    def _checked(self, entry: _Entry, program: Program, inputs: tuple[Tensor, ...], call: Call) -> Any:
+    def _checked(self, entry: _Entry, program: Program, inputs: tuple[Any, ...], call: Call) -> Any:
         entry.due = 1
         result, difference = check(program, inputs, lambda: self._as_it_is(call))
         entry.due = self._options.check_every

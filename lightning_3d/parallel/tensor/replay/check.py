@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_3d.parallel.tensor.replay.bits import same_bits
+from lightning_3d.parallel.tensor.replay.caches import is_cache, noted_updates
 from lightning_3d.parallel.tensor.replay.modes import PlainCalls
 from lightning_3d.parallel.tensor.replay.program import Program
 from lightning_3d.parallel.tensor.replay.results import take_apart
@@ -19,7 +20,7 @@ from lightning_3d.random.streams import default_generators
 from lightning_3d.shards.group import ShardGroup
 
 
-def check(program: Program, inputs: tuple[Tensor, ...], block: Callable[[], Any]) -> tuple[Any, str | None]:
+def check(program: Program, inputs: tuple[Any, ...], block: Callable[[], Any]) -> tuple[Any, str | None]:
     """Runs the block, then the program; the run of the program leaves no trace.
 
     The program is answered with what the ranks exchanged in the run of the block. So ranks need not agree on when to
@@ -27,19 +28,20 @@ def check(program: Program, inputs: tuple[Tensor, ...], block: Callable[[], Any]
 
     Args:
         program: Stands for the block.
-        inputs: The plain tensors of the arguments.
+        inputs: Plain tensors and caches of the arguments.
         block: Runs the block as it is.
 
     Returns:
         The block's result, and how the program differs, or None.
     """
     operands = list(program.operands(inputs))
-    generators = default_generators({operand.device for operand in operands})
+    caches = [operand for operand in operands if not isinstance(operand, Tensor)]
+    generators = default_generators({operand.device for operand in operands if isinstance(operand, Tensor)})
     before = [generator.get_state() for generator in generators]
     for index in program.changed:
         operands[index] = operands[index].clone()
     exchange = _Exchange(generators)
-    with exchange:
+    with noted_updates(caches, _nothing), exchange:
         result = block()
     after = [generator.get_state() for generator in generators]
     exchange.answers = iter(exchange.calls)
@@ -77,7 +79,7 @@ class _Exchange(PlainCalls):
 
     def plain(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         values = (*args, *kwargs.values())
-        if not any(isinstance(value, ShardGroup) for value in values):
+        if not any(isinstance(value, ShardGroup) or is_cache(value) for value in values):
             return function(*args, **kwargs)
         tensors = tuple(value for value in values if isinstance(value, Tensor))
         if self.answers is not None:
@@ -102,6 +104,10 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
+def _nothing(_: str) -> None:
+    return None
+
+
 def _same(tensor: Tensor) -> Tensor:
     return tensor
 
@@ -111,9 +117,7 @@ def _set_states(generators: tuple[torch.Generator, ...], states: Any) -> None:
         generator.set_state(state)
 
 
-def _difference(
-    program: Program, operands: list[Tensor], real: tuple[Tensor, ...], outputs: Any, result: Any
-) -> str | None:
+def _difference(program: Program, operands: list[Any], real: tuple[Any, ...], outputs: Any, result: Any) -> str | None:
     constants = Constants()
     results = take_apart(result, constants)
     if results.text != program.results_text or constants.values != program.results_constants:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.parallel.tensor.replay.caches import Update, fresh_layer, is_cache
 from lightning_3d.parallel.tensor.replay.changes import Changes
 from lightning_3d.parallel.tensor.replay.surroundings import Surroundings
 from lightning_3d.parallel.tensor.replay.writer import Constants, Unwritable, a_kind, define, plain_text
 from lightning_3d.shards.tensor import ShardTensor
 
-Guard = Callable[[tuple[Any, ...], Mapping[str, Any]], "tuple[Tensor, ...] | None"]
+Guard = Callable[[tuple[Any, ...], Mapping[str, Any]], "tuple[Any, ...] | None"]
 
 _AND = " \\\n            and "
 _CONSTANTS = (str, torch.dtype, torch.device, torch.memory_format, torch.layout, torch.Size)
@@ -26,15 +27,25 @@ class Signature:
 
     Attributes:
         conditions: Expressions over ``args`` and ``kwargs`` that hold for every call that looks the same.
-        places: Expressions for the plain tensors in them; of shards the local parts.
-        tensors: Those of this call.
+        places: Expressions for the plain tensors in them, of shards the local parts, and for caches.
+        inputs: Those of this call.
         constants: What the conditions name.
     """
 
     conditions: tuple[str, ...]
     places: tuple[str, ...]
-    tensors: tuple[Tensor, ...]
+    inputs: tuple[Any, ...]
     constants: Constants
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The plain tensors."""
+        return tuple(value for value in self.inputs if isinstance(value, Tensor))
+
+    @property
+    def caches(self) -> tuple[Any, ...]:
+        """The caches."""
+        return tuple(value for value in self.inputs if not isinstance(value, Tensor))
 
 
 def read_signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Signature:
@@ -49,7 +60,7 @@ def read_signature(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Signatur
     return Signature(
         conditions=tuple(reader.conditions),
         places=tuple(reader.places.values()),
-        tensors=tuple(reader.tensors),
+        inputs=tuple(reader.inputs),
         constants=reader.constants,
     )
 
@@ -58,12 +69,12 @@ class _ArgumentReader:
     def __init__(self) -> None:
         self.conditions: list[str] = []
         self.places: dict[int, str] = {}
-        self.tensors: list[Tensor] = []
+        self.inputs: list[Any] = []
         self.constants = Constants()
 
     def read(self, value: Any, place: str, label: str) -> None:
         if isinstance(value, ShardTensor):
-            self._shard(value, place)
+            self._shard(value, place, label)
         elif type(value) in (Tensor, nn.Parameter):
             self._is(f"type({place})", type(value))
             self._tensor(value, place)
@@ -72,6 +83,9 @@ class _ArgumentReader:
             self.conditions.append(f"len({place}) == {len(value)}")
             for index, item in enumerate(value):
                 self.read(item, f"{place}[{index}]", f"{label}[{index}]" if place != "args" else f"argument {index}")
+        elif is_cache(value):
+            self._is(f"type({place})", type(value))
+            self._input(value, place)
         elif type(value) is dict:
             self._mapping(value, place, label)
         elif value is None or isinstance(value, bool):
@@ -93,19 +107,16 @@ class _ArgumentReader:
             self.conditions.append(f"{key!r} in {place}")
             self.read(item, f"{place}[{key!r}]", str(key) if place == "kwargs" else f"{label}[{key!r}]")
 
-    def _shard(self, shard: ShardTensor, place: str) -> None:
+    def _shard(self, shard: ShardTensor, place: str, label: str) -> None:
         self._is(f"type({place})", type(shard))
         self._is(f"{place}._group", shard._group)
         self.conditions.append(f"{place}._dim == {shard._dim} and {place}._segments == {shard._segments!r}")
-        self._tensor(shard._local, f"{place}._local")
+        # A shard may hold a shard of another axis.
+        self.read(shard._local, f"{place}._local", label)
 
     def _tensor(self, tensor: Tensor, place: str) -> None:
-        earlier = self.places.get(id(tensor))
-        if earlier is not None:
-            self.conditions.append(f"{place} is {earlier}")
+        if not self._input(tensor, place):
             return
-        self.places[id(tensor)] = place
-        self.tensors.append(tensor)
         self._is(f"{place}.dtype", tensor.dtype)
         device = self.constants.name(tensor.device, "device")
         self.conditions += [
@@ -114,6 +125,16 @@ class _ArgumentReader:
             f"{place}.device == {device}",
             f"{place}.requires_grad is {tensor.requires_grad}",
         ]
+
+    def _input(self, value: Any, place: str) -> bool:
+        """Returns whether a value is met for the first time."""
+        earlier = self.places.get(id(value))
+        if earlier is not None:
+            self.conditions.append(f"{place} is {earlier}")
+            return False
+        self.places[id(value)] = place
+        self.inputs.append(value)
+        return True
 
     def _is(self, place: str, value: Any) -> None:
         stem = value.__name__ if isinstance(value, type) else type(value).__name__.lower()
@@ -125,7 +146,8 @@ def write_guard(
     *,
     changes: Changes,
     surroundings: Surroundings,
-    global_values: tuple[tuple[dict[str, Any], str, Any], ...],
+    global_values: Sequence[tuple[dict[str, Any], str, Any]],
+    updates: Sequence[Update],
 ) -> Guard:
     """Returns the guard of a program.
 
@@ -134,13 +156,16 @@ def write_guard(
         changes: Of the block, as they are now.
         surroundings: Torch's state in that call.
         global_values: Namespace, name and value of what the block read elsewhere.
+        updates: Of caches.
 
     Returns:
-        A function of the arguments of a call that returns their plain tensors if the program fits, else None.
+        A function of the arguments of a call that returns their plain tensors and caches, or None if the program
+        does not fit.
     """
     constants = signature.constants
     constants.values |= {
         "changes": changes,
+        "fresh_layer": fresh_layer,
         "is_grad_enabled": torch.is_grad_enabled,
         "is_inference_mode_enabled": torch.is_inference_mode_enabled,
         "is_autocast_enabled": torch.is_autocast_enabled,
@@ -155,6 +180,9 @@ def write_guard(
         if dtype is not None:
             conditions.append(f"get_autocast_dtype({kind!r}) is {constants.name(dtype, 'dtype')}")
     conditions += signature.conditions
+    for cache, layer, kind in updates:
+        place = next(p for p, value in zip(signature.places, signature.inputs, strict=True) if value is cache)
+        conditions.append(f"fresh_layer({place}, {layer}) == {kind!r}")
     for namespace, name, value in global_values:
         conditions.append(f"{constants.name(namespace, 'namespace')}.get({name!r}) == {constants.name(value, 'value')}")
     tensors = "".join(f"{place}, " for place in signature.places)

@@ -124,16 +124,16 @@ class Program:
 
     Attributes:
         body: Its operations.
-        operands: Adds the block's own tensors to those of the arguments.
-        run: Returns the block's result from the tensors of the arguments.
+        operands: Adds the block's own tensors to what is in the arguments.
+        run: Returns the block's result from what is in the arguments.
         changed: Which of the operands the block writes to.
         results_text: How the result is put together.
         results_constants: What that text names.
     """
 
     body: Body
-    operands: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
-    run: Callable[[tuple[Tensor, ...]], Any]
+    operands: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+    run: Callable[[tuple[Any, ...]], Any]
     changed: tuple[int, ...]
     results_text: str
     results_constants: Mapping[str, Any]
@@ -142,7 +142,7 @@ class Program:
 def write_program(
     writer: Writer,
     *,
-    inputs: Sequence[Tensor],
+    inputs: Sequence[Any],
     leaves: Sequence[tuple[str, Leaf]],
     results: Results,
     constants: Constants,
@@ -155,7 +155,7 @@ def write_program(
 
     Args:
         writer: Holds the calls.
-        inputs: Tensors of the arguments, named ``x0`` and so on.
+        inputs: Tensors and caches of the arguments, named ``x0`` and so on.
         leaves: Name and origin of the block's own tensors.
         results: What the block returned.
         constants: What the text of the results names.
@@ -202,6 +202,8 @@ def present_parameters(module: nn.Module) -> list[str]:
     return [name for name, parameter in module._parameters.items() if parameter is not None]
 
 
-def form_of(tensor: Tensor) -> Form:
-    """Returns what a compiled program must know of a tensor."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+def form_of(operand: Any) -> Form:
+    """Returns what a compiled program must know of an operand."""
+    if not isinstance(operand, Tensor):
+        return (type(operand),)
+    return (*operand.shape,), operand.stride(), operand.dtype, operand.device, operand.requires_grad

@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from lightning_3d.parallel.tensor.replay.bits import same_bits
+from lightning_3d.parallel.tensor.replay.caches import Update, noted_updates
 from lightning_3d.parallel.tensor.replay.changes import Changes, PlainGlobals
 from lightning_3d.parallel.tensor.replay.guards import Guard, Signature, write_guard
 from lightning_3d.parallel.tensor.replay.program import Bodies, Program, Read, read_leaves, write_program
@@ -43,10 +44,11 @@ class Recording:
         self._writer = Writer()
         for name, leaf in self._leaves:
             self._writer.name(leaf.tensor, name)
-        for index, tensor in enumerate(signature.tensors):
-            if self._writer.knows(tensor):
+        for index, value in enumerate(signature.inputs):
+            if self._writer.knows(value):
                 self.refusal = "an argument is a tensor of its own"
-            self._writer.name(tensor, f"x{index}")
+            self._writer.name(value, f"x{index}")
+        self._updates: list[Update] = []
         devices = {tensor.device.type for tensor in self._operands()}
         self._surroundings = Surroundings.now(tuple(sorted(devices)))
         self._recorder = Recorder(self._writer, self._surroundings)
@@ -59,7 +61,8 @@ class Recording:
         buffers = [(leaf.tensor, leaf.tensor.clone()) for _, leaf in self._leaves if not leaf.parameter]
         written, flags = self._changes.count, self._changes.training
         drawn = _random_states()
-        with self._globals.listening(), self._recorder:
+        updates = noted_updates(self._signature.caches, self._recorder.refuse)
+        with self._globals.listening(), updates as self._updates, self._recorder:
             result = block()
         self._recorder.finish()
         self._written_to = [
@@ -87,7 +90,7 @@ class Recording:
         try:
             return write_program(
                 self._writer,
-                inputs=self._signature.tensors,
+                inputs=self._signature.inputs,
                 leaves=self._leaves,
                 results=take_apart(result, constants),
                 constants=constants,
@@ -112,6 +115,7 @@ class Recording:
             changes=self._changes,
             surroundings=self._surroundings,
             global_values=self._globals.found,
+            updates=self._updates,
         )
 
     def _operands(self) -> tuple[Tensor, ...]:

@@ -50,7 +50,7 @@ def take_apart(result: Any, constants: Constants) -> Results:
         if isinstance(value, ShardTensor):
             kind = constants.name(type(value), type(value).__name__)
             group = constants.name(value._group, "group")
-            return f"{kind}({placed(value._local)}, {value._dim}, {value._segments!r}, {group})"
+            return f"{kind}({text(value._local)}, {value._dim}, {value._segments!r}, {group})"
         if isinstance(value, Tensor):
             return placed(value)
         if type(value) in (tuple, list):

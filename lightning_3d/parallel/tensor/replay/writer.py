@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
+from lightning_3d.parallel.tensor.replay.caches import is_cache
 from lightning_3d.shards.group import ShardGroup
 
 # What is the same object at each call, and is named instead of written out.
@@ -80,14 +81,14 @@ class Writer:
         self._reads: dict[str, None] = {}
         self._count = 0
 
-    def name(self, tensor: Tensor, name: str) -> None:
-        """Gives a tensor that comes from outside its name."""
-        self._names[id(tensor)] = name
-        self._alive.append(tensor)
+    def name(self, value: Any, name: str) -> None:
+        """Gives what comes from outside its name: a tensor or a cache."""
+        self._names[id(value)] = name
+        self._alive.append(value)
 
-    def knows(self, tensor: Tensor) -> bool:
-        """Returns whether a tensor has a name."""
-        return id(tensor) in self._names
+    def knows(self, value: Any) -> bool:
+        """Returns whether something has a name."""
+        return id(value) in self._names
 
     def tensor(self, tensor: Tensor) -> str:
         """Returns the name of a tensor.
@@ -152,6 +153,8 @@ class Writer:
             return f"slice({self._text(value.start)}, {self._text(value.stop)}, {self._text(value.step)})"
         if isinstance(value, _NAMED):
             return self.constants.name(value, _stem(value))
+        if is_cache(value) and self.knows(value):
+            return self._names[id(value)]
         if callable(value) and _is_torchs(value):
             return self.constants.name(value, value.__name__)
         return plain_text(value, self.constants)
@@ -196,7 +199,10 @@ def mapping_text(values: Mapping[Any, Any], text: Callable[[Any], str]) -> str:
 
 def a_kind(value: Any) -> str:
     """Returns the class of a value, as a reader knows it."""
-    return "a function" if callable(value) and not isinstance(value, nn.Module) else f"a {type(value).__name__}"
+    if callable(value) and not isinstance(value, nn.Module):
+        return "a function"
+    name = type(value).__name__
+    return f"an {name}" if name[0] in "AEIOU" else f"a {name}"
 
 
 def write_function(name: str, arguments: Iterable[str], steps: Iterable[Step], results: str) -> str:
