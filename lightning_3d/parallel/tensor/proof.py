@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -20,6 +20,8 @@ from lightning_3d.errors import Lightning3DError, PlanError
 from lightning_3d.graph.quiet import quiet
 from lightning_3d.graph.stand_ins import without_optimizers
 from lightning_3d.parallel.tensor.copies import Names, Values, Whole, cast, whole_tensors
+from lightning_3d.parallel.tensor.proof_cache import ProofCache, proof_key
+from lightning_3d.parallel.tensor.proved import Proof, Skipped
 from lightning_3d.parallel.tensor.ranks import (
     Cuts,
     Errors,
@@ -46,55 +48,6 @@ _SECONDS_PER_ELEMENT = 1e-7
 _SECONDS_PER_PRODUCT = 1e-9
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Proof:
-    """A step on tensor ranks gave what one device gives.
-
-    Attributes:
-        ranks: Number of ranks.
-        value_error: Relative error of what the step returned and logged.
-        parameter: The parameter whose gradient has the largest error; None if the step has no gradients.
-        error: That error.
-        parameters: How many gradients were compared.
-        precision: What it was computed in.
-        piece: How much of the model and of the batch it was made on.
-        seconds: What it took.
-        cached: It was made before and found again.
-    """
-
-    ranks: int
-    value_error: float
-    parameter: str | None
-    error: float
-    parameters: int
-    precision: str
-    piece: str
-    seconds: float
-    cached: bool = False
-
-    def __str__(self) -> str:
-        worst = f", {self.parameters} gradients {self.error:.0e} (largest: {self.parameter})" if self.parameter else ""
-        when = "earlier" if self.cached else f"in {format_seconds(self.seconds)}"
-        return (
-            f"proved on {self.ranks} ranks ({self.piece}, {self.precision}) {when}: relative errors: loss "
-            f"{self.value_error:.0e}{worst}"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Skipped:
-    """There is no proof.
-
-    Attributes:
-        reason: Why not.
-    """
-
-    reason: str
-
-    def __str__(self) -> str:
-        return f"not proved: {self.reason}"
-
-
 def prove(
     module: LightningModule,
     call: StepCall,
@@ -102,6 +55,7 @@ def prove(
     *,
     values: Values | None = None,
     most_seconds: float | None = None,
+    cache: ProofCache | None = None,
 ) -> Proof | Skipped:
     """Runs a step on a small part of the model, on one device and on thread ranks, and compares all gradients.
 
@@ -111,24 +65,64 @@ def prove(
         cuts: What the plan does to its parameters.
         values: Initial values by name, for what is on the meta device.
         most_seconds: Do nothing if it is estimated to take longer.
+        cache: Where to keep the proof for later runs.
 
     Raises:
         PlanError: The ranks compute something else than one device, or cannot run the step.
     """
-    missing = "it has no batch"
     with quiet(module), without_optimizers(module), torch.compiler.set_stance("force_eager"):
-        names = Names.of(module)
-        for piece in pieces(module, call.args, cuts.size):
-            with fewer_blocks(module, piece.kept):
-                for dtype in BOUNDS:
-                    trial = _Trial(module, names, replace(call, args=cast(piece.args, dtype)), cuts, piece, dtype)
-                    excess = trial.excess(most_seconds)
-                    if excess is not None:
-                        return Skipped(excess)
-                    try:
-                        return trial.run(values)
-                    except _NotThis as reason:
-                        missing = str(reason)
+        found = _found(module, call, cuts, values, most_seconds)
+    key = None if cache is None else proof_key(module, call, cuts)
+    if cache is not None and key is not None and isinstance(found, Proof):
+        cache.keep(key, found)
+    return found
+
+
+def startup_proof(
+    module: LightningModule,
+    call: StepCall,
+    cuts: Cuts,
+    *,
+    values: Values | None = None,
+    cache: ProofCache | None = None,
+) -> Proof | Skipped:
+    """Returns the proof of an earlier run, or makes one that takes about a second at most.
+
+    Every process would find the same, so one of them calls this and tells the others.
+
+    Args:
+        module: The whole module.
+        call: The step, with a real batch.
+        cuts: What the plan does to its parameters.
+        values: Initial values by name, for what is on the meta device.
+        cache: Where proofs are kept; the user's own directory if None.
+
+    Raises:
+        PlanError: The ranks compute something else than one device, or cannot run the step.
+    """
+    cache = cache or ProofCache()
+    key = proof_key(module, call, cuts)
+    known = None if key is None else cache.find(key)
+    return known or prove(module, call, cuts, values=values, most_seconds=STARTUP_SECONDS, cache=cache)
+
+
+def _found(
+    module: LightningModule, call: StepCall, cuts: Cuts, values: Values | None, most_seconds: float | None
+) -> Proof | Skipped:
+    """The proof on the smallest part of the model on which one is possible."""
+    names = Names.of(module)
+    missing = ""
+    for piece in pieces(module, call.args, cuts.size):
+        with fewer_blocks(module, piece.kept):
+            for dtype in BOUNDS:
+                trial = _Trial(module, names, replace(call, args=cast(piece.args, dtype)), cuts, piece, dtype)
+                excess = trial.excess(most_seconds)
+                if excess is not None:
+                    return Skipped(excess)
+                try:
+                    return trial.run(values)
+                except _NotThis as reason:
+                    missing = missing or str(reason)
     return Skipped(f"the step runs on no small part of the model ({missing})")
 
 
