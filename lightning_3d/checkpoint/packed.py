@@ -1,8 +1,9 @@
-"""Packed parameters in a checkpoint: every rank says which original rows it holds, run by run.
+"""Packed and padded parameters in a checkpoint: every rank says which original rows it holds, run by run.
 
 On the tensor axis a packed weight (q, k and v in one matrix) is a DTensor that says ``Shard(dim)``, while a rank's part
 is its share of each segment. What DTensor makes of the parts is therefore in another order than the model's own.
-:class:`PackedTensor` stands for such a tensor wherever it leaves or enters a checkpoint.
+One whose length the ranks do not divide is longer than the model's own: its last part is padded. :class:`PackedTensor`
+stands for such tensors wherever they leave or enter a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from lightning_3d.errors import CheckpointError
 from lightning_3d.mesh.spec import AXES
 from lightning_3d.shards.layout import Layout
 
-# Layouts of a module that has nothing packed.
+# Layouts of a module that has nothing packed or padded.
 NO_LAYOUTS: Mapping[str, Layout] = MappingProxyType({})
 
 _TENSOR_AXIS = next(axis.name for axis in AXES if axis.key == "tensor")
@@ -68,13 +69,13 @@ def held_runs(shape: Sequence[int], layout: Layout, rank: int, size: int, chunks
 
     Args:
         shape: The original, global shape.
-        layout: How the tensor axis cuts it.
+        layout: How the tensor axis cuts it; its padding is in no block.
         rank: The rank's position on the tensor axis.
         size: The tensor axis' degree.
         chunks: How other axes cut the tensor rank's part, outermost first.
     """
     lengths = list(shape)
-    lengths[layout.dim] = layout.length // size
+    lengths[layout.dim] = layout.padded_length(size)
     starts = [0] * len(lengths)
     for chunk in chunks:
         longest = -(-lengths[chunk.dim] // chunk.count)
@@ -96,7 +97,7 @@ def held_runs(shape: Sequence[int], layout: Layout, rank: int, size: int, chunks
 
 
 class PackedTensor(Tensor):
-    """A packed DTensor with the shape and the order of the original tensor. Shares the DTensor's storage.
+    """A packed or padded DTensor with the shape and the order of the original tensor. Shares the DTensor's storage.
 
     It speaks the protocol of torch.distributed.checkpoint for sharded tensors, one chunk for each run of original rows.
     Copies, casts and moves work as on any tensor.
@@ -111,7 +112,9 @@ class PackedTensor(Tensor):
 
     def __new__(cls, shards: DTensor, packing: Layout) -> PackedTensor:
         """Makes a tensor of the original shape without memory of its own."""
-        return Tensor._make_wrapper_subclass(cls, shards.shape, dtype=shards.dtype, device=shards.device)
+        shape = [*shards.shape]
+        shape[packing.dim] = packing.length
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=shards.dtype, device=shards.device)
 
     def __init__(self, shards: DTensor, packing: Layout) -> None:
         self.shards = cast(DTensor, shards.detach())
@@ -131,7 +134,9 @@ class PackedTensor(Tensor):
                 valid="detach, clone, to, copy_ from another packed one, empty_like, full_tensor",
                 fix="compute on tensor.full_tensor(), on every rank, and put the result in its place",
             )
-        result = func(*(unpacked(value) for value in args), **(kwargs or {}))
+        # Nobody else ever writes to the padding.
+        act = _aten.zeros_like.default if func is _aten.empty_like.default else func
+        result = act(*(unpacked(value) for value in args), **(kwargs or {}))
         return args[0] if func is _aten.copy_.default else PackedTensor(result, args[0].packing)
 
     @property
@@ -182,18 +187,21 @@ class PackedTensor(Tensor):
 
 
 def packed(value: Any, layout: Layout | None) -> Any:
-    """Returns what stands for a parameter in a checkpoint: a packed one's shards in original order, others as they are.
+    """Returns what stands for a parameter in a checkpoint: one in original order if it is packed or padded.
 
     Args:
         value: A parameter or a state dict's value for it.
         layout: How the tensor axis cuts it, None if it does not.
     """
-    if layout is None or not layout.packed or not isinstance(value, DTensor):
+    if layout is None or not isinstance(value, DTensor):
         return value
     if _TENSOR_AXIS not in (value.device_mesh.mesh_dim_names or ()):
         return value
-    placement = value.placements[_tensor_axis(value.device_mesh)]
-    assert placement.is_shard(layout.dim), f"{placement} on the tensor axis for a parameter packed on {layout}"
+    axis = _tensor_axis(value.device_mesh)
+    if not layout.packed and layout.fits(value.device_mesh.size(axis)):
+        return value
+    placement = value.placements[axis]
+    assert placement.is_shard(layout.dim), f"{placement} on the tensor axis for a parameter cut on {layout}"
     return PackedTensor(value, layout)
 
 
@@ -206,18 +214,19 @@ def packed_like(value: Tensor, parameter: Tensor | None, owner: str) -> Tensor:
         owner: The parameter's name, for errors.
 
     Raises:
-        CheckpointError: The parameter is packed, and the tensor holds its rows in a form whose order is not known.
+        CheckpointError: The parameter is packed or padded, and the tensor holds its rows in a form whose order is not
+            known.
     """
     if not isinstance(parameter, PackedTensor) or not isinstance(value, DTensor):
         return value
-    if value.shape == parameter.shape and value.placements == parameter.shards.placements:
+    if value.shape == parameter.shards.shape and value.placements == parameter.shards.placements:
         return PackedTensor(value, parameter.packing)
     check_free(value.shape, parameter, owner)
     return value
 
 
 def check_free(shape: torch.Size, parameter: PackedTensor, owner: str) -> None:
-    """Refuses a state tensor that is not shaped as its packed parameter but holds something for each packed row.
+    """Refuses a state tensor that is not shaped as its parameter but holds something for each packed or padded row.
 
     Args:
         shape: The state tensor's shape.
@@ -227,7 +236,8 @@ def check_free(shape: torch.Size, parameter: PackedTensor, owner: str) -> None:
     Raises:
         CheckpointError: Names the parameter and both shapes.
     """
-    if parameter.packing.length in shape[: parameter.packing.dim + 1]:
+    dim = parameter.packing.dim
+    if {parameter.shape[dim], parameter.shards.shape[dim]} & {*shape[: dim + 1]}:
         raise CheckpointError(
             f"{owner} of shape {tuple(parameter.shape)} is cut on {parameter.packing}, and its optimizer keeps state "
             f"of shape {tuple(shape)}, whose original order is not known",

@@ -42,6 +42,9 @@ class Stack(nn.Module):
         # Two tensor ranks cut these in three rows each; four leave them whole.
         self.odd = nn.Linear(3, 6)
         self.uneven = nn.Linear(3, 6)
+        # No number of ranks divides these; the last part is padded.
+        self.words = nn.Embedding(11, 3)
+        self.turned = nn.ParameterList([torch.randn(3, 11)])
 
 
 _CUTS: Mapping[str, Layout] = {
@@ -63,18 +66,24 @@ _CUTS: Mapping[str, Layout] = {
     "odd.bias": Layout(0, (2, 2, 2)),
     "uneven.weight": Layout(0, (6,)),
     "uneven.bias": Layout(0, (6,)),
+    "words.weight": Layout(0, (11,)),
+    "turned.0": Layout(1, (11,)),
 }
 TIED = "blocks.0.unequal.weight"
 
 
 def cuts_of(tensor: int) -> dict[str, Layout]:
     """Returns how a tensor axis of this degree cuts the parameters of a `Stack`."""
-    return {name: layout for name, layout in _CUTS.items() if layout.fits(tensor)}
+    return {name: layout for name, layout in _CUTS.items() if layout.fits(tensor, padded=True)}
 
 
 def packed_of(tensor: int) -> dict[str, Layout]:
-    """Returns the packed ones; a tied parameter needs one of its names only, whichever."""
-    return {name: layout for name, layout in cuts_of(tensor).items() if layout.packed and name != TIED}
+    """Returns the packed and padded ones; a tied parameter needs one of its names only, whichever."""
+    return {
+        name: layout
+        for name, layout in cuts_of(tensor).items()
+        if (layout.packed or not layout.fits(tensor)) and name != TIED
+    }
 
 
 def cut_over(module: Stack, spec: MeshSpec) -> Stack:
@@ -103,7 +112,8 @@ def cut_parameters(module: nn.Module, mesh: DeviceMesh, cuts: Mapping[str, Layou
 def _cut(parameter: Tensor, mesh: DeviceMesh, layout: Layout | None) -> nn.Parameter:
     local, placement = parameter.detach(), Replicate()
     if layout is not None:
-        local, placement = layout.part(local, mesh.get_local_rank(), mesh.size()).contiguous(), Shard(layout.dim)
+        part, placement = layout.part(local, mesh.get_local_rank(), mesh.size()), Shard(layout.dim)
+        local = layout.padded(part, mesh.size()).contiguous()
     shards = DTensor.from_local(local, mesh, [placement], run_check=False)
     return nn.Parameter(shards, requires_grad=parameter.requires_grad)
 
@@ -111,7 +121,7 @@ def _cut(parameter: Tensor, mesh: DeviceMesh, layout: Layout | None) -> nn.Param
 def expected_part(whole: Tensor, spec: MeshSpec, rank: int, layout: Layout | None) -> Tensor:
     """Returns what a rank of a mesh holds of a whole tensor."""
     here = spec.coordinate(rank)
-    part = whole if layout is None else layout.part(whole, here.tensor, spec.tensor)
+    part = whole if layout is None else layout.padded(layout.part(whole, here.tensor, spec.tensor), spec.tensor)
     chunks = part.chunk(spec.data_shard)
     return chunks[here.data_shard] if here.data_shard < len(chunks) else part[:0]
 

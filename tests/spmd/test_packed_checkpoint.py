@@ -1,4 +1,4 @@
-"""Checkpoints of modules that the tensor axis cuts, packed parameters among them, on gloo processes."""
+"""Checkpoints of modules that the tensor axis cuts, packed and padded parameters among them, on gloo processes."""
 
 from __future__ import annotations
 
@@ -62,10 +62,13 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, spec: MeshSpec, r
             if not parameter.requires_grad:
                 continue
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + step)
-            whole = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            shape, layout = [*parameter.shape], cuts_of(spec.tensor).get(name)
+            if layout is not None:
+                shape[layout.dim] = layout.length
+            whole = torch.randn(shape, generator=generator, dtype=parameter.dtype)
             if isinstance(parameter, DTensor):
                 parameter.grad = torch.empty_like(parameter)
-                parameter.grad.to_local().copy_(expected_part(whole, spec, rank, cuts_of(spec.tensor).get(name)))
+                parameter.grad.to_local().copy_(expected_part(whole, spec, rank, layout))
             else:
                 parameter.grad = whole
         optimizer.step()
