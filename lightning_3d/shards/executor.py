@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_3d.shards.foreign import check_no_foreign_function
 from lightning_3d.shards.gathered import run_gathered
+from lightning_3d.shards.late import LateShard, can_be_late
 from lightning_3d.shards.refusal import Unshardable
 from lightning_3d.shards.rules import PROPERTIES, RULES
 from lightning_3d.shards.rules.table import called
@@ -28,6 +29,20 @@ class Shard(ShardTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return dispatch(func, args, kwargs) if kwargs else dispatch(func, args, {})
+
+    def float(self, *args: Any, **kwargs: Any) -> Shard:
+        """In 32 bits."""
+        if not args and not kwargs and can_be_late(self):
+            return _LateShard.of(self)
+        wide: Shard = dispatch(Tensor.float, (self, *args), kwargs)
+        return wide
+
+    def to(self, *args: Any, **kwargs: Any) -> Shard:
+        """In another type or on another device."""
+        if (args == (torch.float32,) and not kwargs) or (not args and kwargs == {"dtype": torch.float32}):
+            return self if self.dtype == torch.float32 else self.float()
+        changed: Shard = dispatch(Tensor.to, (self, *args), kwargs)
+        return changed
 
 
 def dispatch(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -63,10 +78,16 @@ def _equip(cls: type[Shard]) -> None:
     """Makes every rule of a tensor's method a method of the class, under all its names."""
     for name in dir(Tensor):
         function = getattr(Tensor, name)
-        if callable(function) and function in RULES and name not in vars(ShardTensor):
+        if callable(function) and function in RULES and name not in {**vars(ShardTensor), **vars(cls)}:
             setattr(cls, name, _as_method(function, RULES[function]))
     for name, read in PROPERTIES.items():
         setattr(cls, name, property(read))
 
 
 _equip(Shard)
+
+
+class _LateShard(LateShard, Shard):
+    """A shard in 32 bits whose copy is made when it is needed."""
+
+    __slots__ = ()

@@ -115,10 +115,10 @@ def _for_queries(value: Tensor, query: Tensor, shard: ShardTensor, place: int) -
     if place != _HEADS or shared in (1, count):
         own: Tensor = own_operand(value, shard)
         return own
-    if len(shard._segments) > 1:
-        raise Unshardable("query heads share keys and are cut in several segments")
+    if len(shard._segments) > 1 or shard.uneven:
+        raise Unshardable("query heads share keys and are cut in several segments or in uneven parts")
     if isinstance(value, ShardTensor):
-        if value._dim != value.dim() - place or len(value._segments) > 1:
+        if value._dim != value.dim() - place or len(value._segments) > 1 or value.uneven:
             raise Unshardable("queries and keys are cut in different ways")
         return value._local
     return _shared_heads(entered(value, shard._group), shard._group, count, count // shared)

@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.shards import loss
+from lightning_3d.shards.late import scores
 from lightning_3d.shards.refusal import Unshardable
+from lightning_3d.shards.rules.autocast import autocasts, widened_by_autocast
 from lightning_3d.shards.rules.pointwise import own_operand
 from lightning_3d.shards.rules.table import RuleTable
 from lightning_3d.shards.tensor import ShardTensor
@@ -39,14 +41,16 @@ def cross_entropy(
         own_target = own_operand(target, shard)
     elif isinstance(target, ShardTensor):
         raise Unshardable("cross_entropy with class indices that are cut")
+    local = scores(shard)
     return loss.cross_entropy(
-        shard._local,
+        local,
         own_target,
         shard._group,
         weight=weight,
         ignore_index=ignore_index,
         reduction=reduction,
         label_smoothing=label_smoothing,
+        wide=local.dtype != shard.dtype or autocasts(local),
         classes=shard.size(shard._dim),
     )
 
@@ -67,7 +71,7 @@ def nll_loss(
     if isinstance(target, ShardTensor):
         raise Unshardable("nll_loss with class indices that are cut")
     return loss.nll_loss(
-        shard._local,
+        widened_by_autocast(shard._local),
         target,
         shard._group,
         weight=weight,

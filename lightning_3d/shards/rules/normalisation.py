@@ -55,7 +55,7 @@ def group_norm(
     group, dim, segments = shard._group, shard._dim, shard._segments
     if dim == 0:
         out = F.group_norm(shard._local, num_groups, _entered(weight, shard), _entered(bias, shard), eps)
-    elif len(segments) == 1 and num_groups % group.size == 0:
+    elif len(segments) == 1 and not shard.uneven and num_groups % group.size == 0:
         own_weight, own_bias = (None if each is None else cut(each, group, 0, segments) for each in (weight, bias))
         out = F.group_norm(shard._local, num_groups // group.size, own_weight, own_bias, eps)
     else:

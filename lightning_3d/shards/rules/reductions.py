@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.shards import along, nodes
+from lightning_3d.shards.late import scores
 from lightning_3d.shards.refusal import Unshardable
+from lightning_3d.shards.rules.autocast import widened_by_autocast
 from lightning_3d.shards.rules.table import RuleTable, spellings
 from lightning_3d.shards.softmax import log_softmax as log_softmax_along
 from lightning_3d.shards.softmax import logsumexp as logsumexp_along
@@ -65,7 +67,7 @@ def sum_(x: Tensor, dim: DimArgument = None, keepdim: bool = False, *, dtype: to
     shard = _shard(x, torch.sum)
     dims = _dims(dim, shard)
     if shard._dim in dims:
-        return along.total(shard._local, shard._group, dims, keepdim, dtype)
+        return along.total(widened_by_autocast(shard._local, "cuda"), shard._group, dims, keepdim, dtype)
     return _result(shard, shard._local.sum(dims, keepdim, dtype=dtype), dims)
 
 
@@ -158,7 +160,7 @@ def logsumexp(x: Tensor, dim: DimArgument, keepdim: bool = False) -> Tensor:
         return _result(shard, shard._local.logsumexp(dims, keepdim), dims)
     if len(dims) > 1:
         raise Unshardable("logsumexp over several dims of which one is cut")
-    return logsumexp_along(shard._local, shard._group, dims[0], keepdim)
+    return logsumexp_along(widened_by_autocast(shard._local, "cuda"), shard._group, dims[0], keepdim)
 
 
 @table.rule(*spellings("softmax"), torch.special.softmax)
@@ -178,7 +180,7 @@ def _softmax(x: Tensor, dim: int | None, dtype: torch.dtype | None, local: Funct
     if dim is None:
         raise Unshardable(f"{local.__name__} without a dim")
     if dim % shard.dim() == shard._dim:
-        out = exchanged(shard._local, shard._group, shard._dim, dtype)
+        out = exchanged(widened_by_autocast(shard._local, "cuda"), shard._group, shard._dim, dtype)
     else:
         out = local(shard._local, dim, dtype=dtype)
     return shard.like(out, shard._dim, shard._segments)
@@ -215,9 +217,9 @@ def _where(x: Tensor, dim: int | None, keepdim: bool, local: Function, exchanged
     dims = _dims(dim, shard)
     if shard._dim in dims:
         group = _ordered(shard, local)
-        result: Tensor = exchanged(shard._local, group, dims[0], keepdim, shard.size(shard._dim))
+        result: Tensor = exchanged(scores(shard), group, dims[0], keepdim, shard.size(shard._dim))
         return result
-    return _result(shard, local(shard._local, dims[0], keepdim), dims)
+    return _result(shard, local(scores(shard), dims[0], keepdim), dims)
 
 
 def _ordered(shard: ShardTensor, function: Function) -> Any:

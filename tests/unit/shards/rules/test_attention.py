@@ -96,6 +96,7 @@ def test_what_has_no_form_gathers_and_is_exact() -> None:
     agree(attention, tensors, {0: 3}, 2, gathers=name)
     agree(attention, tensors, {1: 1, 2: 1}, 2, gathers=name)
     agree(attention, tensors, {0: Cut(dim=1, segments=(2, 2))}, 2, gathers=name)
+    agree(attention, [random(1, 6, 5, 4), random(1, 3, 5, 4), random(1, 3, 5, 4, seed=1)], {0: 1}, 4, gathers=name)
 
 
 def multi_head(embed: int, heads: int, weights: Mapping[str, Any], **options: Any) -> Callable[..., Any]:

@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_3d.shards.executor import Shard
 from lightning_3d.shards.layout import Layout
 from tests.unit.shards.agreement import Cut, agree, random
+from tests.unit.shards.threads import ThreadShardGroup, run_threads
 
 SIZES = (2, 3, 4)
 
@@ -179,3 +181,22 @@ def test_what_has_no_form_gathers_and_is_exact() -> None:
         torch.matmul, [random(4, 4, 5), random(4, 5, 6)], {0: 0, 1: Cut(dim=0, segments=(2, 2))}, 2, gathers=["matmul"]
     )
     agree(F.bilinear, [random(3, 4), random(3, 4), random(2, 4, 4)], {0: 1}, 2, gathers=["bilinear"])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_uneven_parts(size: int) -> None:
+    def mlp(x: Tensor, up: Tensor, bias: Tensor, down: Tensor) -> Tensor:
+        return F.linear(F.relu(F.linear(x, up, bias)), down)
+
+    ran = agree(mlp, [random(2, 3, 5), random(7, 5), random(7), random(4, 7)], {1: 0, 2: 0, 3: 1}, size)
+    assert (ran.forward, ran.backward) == ({"sum": 1}, {"sum": 1})
+    assert agree(mlp, [random(3, 5), random(7, 5), random(7), random(4, 7)], {1: 0, 3: 1}, size).forward == {"sum": 1}
+
+
+def test_autocast_keeps_the_type_of_a_product_with_a_bias() -> None:
+    def rank(group: ThreadShardGroup) -> torch.dtype:
+        with torch.autocast("cpu", torch.bfloat16):
+            x, weight = Shard(torch.ones(2, 4), 1, (8,), group), Shard(torch.ones(3, 4), 1, (8,), group)
+            return F.linear(x, weight, torch.ones(3)).dtype
+
+    assert run_threads(2, rank) == [torch.bfloat16, torch.bfloat16]
