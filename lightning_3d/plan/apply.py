@@ -15,7 +15,6 @@ from lightning_3d.mesh.device import data_axis_mesh, data_mesh, tensor_mesh
 from lightning_3d.parallel.data.apply import apply_data
 from lightning_3d.parallel.data.scalars import move_scalars
 from lightning_3d.parallel.tensor.apply import apply_tensor
-from lightning_3d.parallel.tensor.state import TensorState
 from lightning_3d.plan.engine import MeshEngine
 from lightning_3d.plan.make import Plan
 from lightning_3d.shards.group import ProcessShardGroup, ShardOptions
@@ -30,6 +29,8 @@ def apply_plan(
     device: torch.device,
     tape: InitTape | None = None,
     policy: MixedPrecisionPolicy | None = None,
+    exact_random: bool = False,
+    partial_gradients: bool = True,
 ) -> MeshEngine:
     """Turns ``module`` in place into this rank's part of it, and returns the engine that runs its steps.
 
@@ -41,29 +42,34 @@ def apply_plan(
         device: This rank's device.
         tape: Recorded initialisation, if the module is on the meta device.
         policy: Dtypes of gathered parameters and of reductions.
+        exact_random: Dropout on the tensor axis draws the masks of one device.
+        partial_gradients: Gradients of weights that are used on parts are summed once for each optimizer step; False
+            where something reads them before.
     """
     if world.size() > 1:
         # What is real already; what is recorded needs no communication.
         broadcast_module(module, world)
-    tensor = _apply_tensor(module, plan, mesh, device)
+    tensor = None
+    if plan.tensor is not None:
+        axis = tensor_mesh(mesh)
+        options = ShardOptions(sequence=plan.tensor.sequence, exact_random=exact_random)
+        tensor = apply_tensor(
+            module,
+            plan.layouts,
+            axis,
+            ProcessShardGroup(axis.get_group(), options),
+            device=device,
+            partial=plan.tensor.partial if partial_gradients else (),
+        )
     if tape is None and plan.data.engine != "fully_shard":
         module.to(device)
     elif tape is None:
         move_scalars(module, device)
-    axis = data_mesh(mesh) if plan.data.zero_stage else data_axis_mesh(mesh)
-    data = apply_data(module, plan.data, axis, policy=policy)
+    data_axis = data_mesh(mesh) if plan.data.zero_stage else data_axis_mesh(mesh)
+    data = apply_data(module, plan.data, data_axis, policy=policy)
     if tape is not None:
         parameters_on = torch.device("cpu") if plan.data.cpu_offload else None
         materialise(module, tape, device=device, parameters_on=parameters_on, layouts=plan.layouts)
     if tensor is not None:
         tensor.settle()
     return MeshEngine(data, tensor)
-
-
-def _apply_tensor(module: nn.Module, plan: Plan, mesh: DeviceMesh, device: torch.device) -> TensorState | None:
-    if plan.tensor is None:
-        return None
-    axis = tensor_mesh(mesh)
-    options = ShardOptions(sequence=plan.tensor.sequence, exact_random=plan.tensor.exact_random)
-    group = ProcessShardGroup(axis.get_group(), options)
-    return apply_tensor(module, plan.layouts, axis, group, device=device, partial=plan.tensor.partial)

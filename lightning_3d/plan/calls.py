@@ -10,35 +10,65 @@ from torchmetrics import Metric
 from lightning_3d.graph.blocks import containers, outer_modules
 from lightning_3d.graph.calls import Call, Handler, around_calls, plain_calls
 from lightning_3d.parallel.tensor.doors import BlockDoor, whole
+from lightning_3d.parallel.tensor.region_calls import run_regions
+from lightning_3d.parallel.tensor.replay.block import ReplayOptions
+from lightning_3d.parallel.tensor.replay.blocks import Replays
 from lightning_3d.plan.engine import MeshEngine
 from lightning_3d.plan.make import Plan
 from lightning_3d.random.streams import RandomStreams
 
 
-def watch_calls(module: nn.Module, plan: Plan, engine: MeshEngine, streams: RandomStreams | None) -> None:
+def watch_calls(
+    module: nn.Module,
+    plan: Plan,
+    engine: MeshEngine,
+    streams: RandomStreams | None,
+    *,
+    replay: ReplayOptions | None = None,
+) -> None:
     """Makes calls of the module's parts work anywhere, and blocks and outer modules draw from streams of their own.
 
     Inside a step the root's parameters are gathered. Outside, in a hook or a callback, the outermost call of any part
-    gathers them. Streams carry the name that a part has in the module. Metrics see whole tensors only.
+    gathers them. Streams carry the name that a part has in the module. On the tensor axis blocks are replayed, local
+    regions run as such, and metrics see whole tensors only.
 
     Args:
         module: A module to which ``plan`` was applied.
         plan: Knows its stacks.
         engine: Gathers what a call needs.
         streams: None leaves randomness to torch's generator.
+        replay: How blocks are replayed; None runs them as they are.
     """
     around_calls(module, engine.visit)
     for name in containers(module, plan.stacks):
         around_calls(module.get_submodule(name), engine.visit)
     blocks = [block for stack in plan.stacks for block in stack.blocks]
+    doors = _tensor_doors(module, plan, engine, blocks, replay)
     for name in (*blocks, *outer_modules(module, plan.stacks)):
-        part = module.get_submodule(name)
-        call: Handler = BlockDoor(part).around if plan.tensor is not None and name in blocks else _made
-        around_calls(part, _visiting(engine, call) if streams is None else _drawing(engine, streams, name, call))
+        door = doors.get(name, _made)
+        handler = _visiting(engine, door) if streams is None else _drawing(engine, streams, name, door)
+        around_calls(module.get_submodule(name), handler)
     if plan.tensor is not None:
         for child in module.modules():
             if isinstance(child, Metric):
                 around_calls(child, _with_whole_arguments)
+
+
+def _tensor_doors(
+    module: nn.Module, plan: Plan, engine: MeshEngine, blocks: list[str], replay: ReplayOptions | None
+) -> dict[str, Handler]:
+    """What stands around the blocks on the tensor axis; inside they are replayed, and experts are local regions."""
+    if plan.tensor is None or engine.tensor is None:
+        return {}
+    parts = {name: module.get_submodule(name) for name in blocks}
+    state, regions = engine.tensor, plan.tensor.regions
+    run_regions(module, regions, state.group)
+    if replay is None:
+        return {name: BlockDoor(part).around for name, part in parts.items()}
+    kept = [module.get_submodule(region.module) for region in regions]
+    replays = Replays(parts, state.group, read=state.read, options=replay, kept=kept)
+    engine.replays = replays
+    return {name: BlockDoor(part, replays.handler(name)).around for name, part in parts.items()}
 
 
 def unwatch_calls(module: nn.Module) -> None:

@@ -11,36 +11,42 @@ from torch import Tensor
 
 from lightning_3d.parallel.data.engine import DataEngine
 from lightning_3d.parallel.tensor.doors import whole
+from lightning_3d.parallel.tensor.replay.blocks import Replays
 from lightning_3d.parallel.tensor.state import TensorState
 
 
 class MeshEngine:
     """Runs steps of a module and keeps its gradients in step over the mesh.
 
+    Attributes:
+        tensor: The tensor axis, or None where its degree is 1.
+        replays: The blocks that are recorded and replayed, while a Trainer runs the module.
+
     Args:
         data: The data axis.
-        tensor: The tensor axis, or None where its degree is 1.
+        tensor: The tensor axis.
     """
 
     def __init__(self, data: DataEngine, tensor: TensorState | None = None) -> None:
+        self.tensor = tensor
+        self.replays: Replays | None = None
         self._data = data
-        self._tensor = tensor
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
         """Returns ``step(*args)``, a method of the module that calls it or its parts, with gradients to come."""
-        if self._tensor is None:
+        if self.tensor is None:
             return self._data.run(step, *args)
-        return self._data.run(partial(self._active, self._tensor, step), *args)
+        return self._data.run(partial(self._active, self.tensor, step), *args)
 
     def visit(self, call: Callable[[], Any]) -> Any:
         """Returns ``call()``, a use of the module that is no training step; nothing stays gathered behind it."""
-        if self._tensor is None:
+        if self.tensor is None:
             return self._data.visit(call)
-        return self._data.visit(partial(self._tensor.visit, call))
+        return self._data.visit(partial(self.tensor.visit, call))
 
     def backward(self) -> AbstractContextManager[Any]:
         """Context of a backward: what is recomputed there reads parameters as a step does."""
-        return nullcontext() if self._tensor is None else self._tensor.activity
+        return nullcontext() if self.tensor is None else self.tensor.activity
 
     def before_microbatch(self, *, last: bool) -> None:
         """Called before the forward of a micro-batch; ``last`` before the optimizer step, so gradients must meet."""
@@ -48,13 +54,15 @@ class MeshEngine:
 
     def gradients_arrived(self) -> None:
         """Called after the last backward before an optimizer step, before hooks see the gradients."""
-        if self._tensor is not None:
-            self._tensor.complete_partial_gradients()
+        if self.tensor is not None:
+            self.tensor.complete_partial_gradients()
 
     def gradients_complete(self) -> None:
         """Called when the gradients of an optimizer step have met, before anything reads them."""
         self.gradients_arrived()
         self._data.gradients_complete()
+        if self.replays is not None:
+            self.replays.refresh()
 
     def before_inner_backward(self, loss: Tensor) -> Tensor:
         """Called for a backward inside a step that is still running; returns the loss to go backward from."""

@@ -14,6 +14,8 @@ from lightning_3d.graph.blocks import Stack, find_stacks, modules_with_statistic
 from lightning_3d.graph.parameters import ParameterTable, parameter_table
 from lightning_3d.mesh.spec import MeshSpec
 from lightning_3d.parallel.data.plan import DataPlan, plan_data
+from lightning_3d.parallel.tensor.plan import TensorPlan
+from lightning_3d.parallel.tensor.planning import find_tensor_plan
 from lightning_3d.shards.layout import Layout
 
 Step = Callable[[], Any]
@@ -36,7 +38,7 @@ class Plan:
     parameters: ParameterTable
     stacks: tuple[Stack, ...]
     data: DataPlan
-    tensor: Any = None
+    tensor: TensorPlan | None = None
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
@@ -82,4 +84,16 @@ def make_plan(
         tensor_size=mesh.tensor,
         full_precision=modules_with_statistics(module) if casts else (),
     )
-    return Plan(mesh=mesh, parameters=parameters, stacks=stacks, data=data)
+    tensor = None
+    if mesh.tensor > 1:
+        assert step is not None, "the tensor axis is planned by what a step computes"
+        tensor = find_tensor_plan(
+            module,
+            step,
+            parameters=parameters,
+            stacks=stacks,
+            size=mesh.tensor,
+            tensor_plan=config.tensor_plan,
+            sequence=config.sequence_parallel,
+        )
+    return Plan(mesh=mesh, parameters=parameters, stacks=stacks, data=data, tensor=tensor)

@@ -90,6 +90,9 @@ def apply_module(
         device=run.device,
         tape=tape,
         policy=precision.fsdp_policy(),
+        exact_random=config.tensor_random == "exact",
+        # In manual optimization the step itself may clip or step between two backward passes.
+        partial_gradients=module.automatic_optimization,
     )
     share = BufferBroadcast(module, run.data_group) if spec.data > 1 else _nothing
     return AppliedModule(module, plan, engine, share, ModuleDoors(module))

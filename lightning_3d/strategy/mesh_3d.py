@@ -21,7 +21,7 @@ from lightning_3d.errors import ModuleError
 from lightning_3d.initial.record import InitRecorder
 from lightning_3d.initial.replay import InitTape
 from lightning_3d.mesh.topology import Topology
-from lightning_3d.plan import unwatch_calls, watch_calls
+from lightning_3d.plan import ReplayOptions, unwatch_calls, watch_calls
 from lightning_3d.strategy.ends import check_enough_samples
 from lightning_3d.strategy.evaluation import Evaluator
 from lightning_3d.strategy.first_step import FirstStep
@@ -157,7 +157,8 @@ class Mesh3DStrategy(SavingStrategy):
                 self._on_mesh.checkpoints.check_hyper_parameters(owner)
         applied = self._apply()
         run = self._on_mesh
-        watch_calls(applied.module, applied.plan, applied.engine, run.streams)
+        replay = ReplayOptions(compile=self.config.compile) if self.config.replay else None
+        watch_calls(applied.module, applied.plan, applied.engine, run.streams, replay=replay)
         applied.doors.open()
         self._runner = StepRunner(
             applied.module,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_3d.errors import ModuleError
-from lightning_3d.graph.calls import Call, around_forward
+from lightning_3d.graph.calls import Call, Handler, around_forward
 from lightning_3d.graph.parameters import class_name
 from lightning_3d.shards.gathered import gathered
 from lightning_3d.shards.tensor import ShardTensor
@@ -84,10 +84,12 @@ class BlockDoor:
 
     Args:
         block: The block; its ``forward`` is shadowed.
+        inner: Handles calls of ``forward`` inside the door.
     """
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, inner: Handler | None = None) -> None:
         self._block = block
+        self._inner = inner or _made
         self._passages: list[_Passage] = []
         around_forward(block, self._inside)
 
@@ -118,11 +120,15 @@ class BlockDoor:
         passage = self._passages[-1] if self._passages else None
         # A forward that calls itself is a call as any other.
         if passage is None or passage.taken:
-            return call()
+            return self._inner(call)
         passage.taken = True
         args, kwargs = shards_again((call.args, call.kwargs), passage.incoming, self._block)
-        result, passage.outgoing = locals_of(call.function(*args, **kwargs))
+        result, passage.outgoing = locals_of(self._inner(Call(call.function, args, kwargs)))
         return result
+
+
+def _made(call: Call) -> Any:
+    return call()
 
 
 @dataclass(slots=True)
