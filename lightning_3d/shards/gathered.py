@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from lightning_3d.errors import ModuleError
 from lightning_3d.log import get_logger
 from lightning_3d.shards import nodes
 from lightning_3d.shards.tensor import ShardTensor
+from lightning_3d.shards.window import windows_of
 from lightning_3d.units import format_bytes
 
 _log = get_logger(__name__)
@@ -53,6 +55,7 @@ def run_gathered(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
         if whole._version != versions[id(shard)]:
             _write_back(shard, whole, name)
             result = shard if result is whole else result
+        result = windows_of(result, whole, functools.partial(_write_back, shard))
     return result
 
 

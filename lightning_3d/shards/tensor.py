@@ -58,7 +58,7 @@ class ShardTensor(torch.Tensor):
             local: This rank's part of the result.
             dim: The dim of the result that is cut; negative counts from the end.
             segments: Global lengths of its segments.
-            others: Further arguments of the operation, for classes that note where results come from.
+            others: Arguments of the operation, for classes that note where results come from.
         """
         cls = type(self)
         return cls.__new__(cls, local, dim, segments, self._group)

@@ -177,11 +177,34 @@ def _covered(item: Any) -> int:
     return item.dim() if isinstance(item, Tensor) and item.dtype == torch.bool else 1
 
 
+def _dim_left_whole(x: ShardTensor, index: Any) -> int | None:
+    """Returns where the cut dim is after an index without tensors that takes all of it, the common case; else None."""
+    cut_dim, at, moved = x._dim, 0, 0
+    items = index if type(index) is tuple else (index,)
+    for place, item in enumerate(items):
+        kind = type(item)
+        if item is None:
+            moved += at <= cut_dim
+        elif item is Ellipsis:
+            at = max(at, x._local.dim() - sum(type(each) in (slice, int) for each in items[place + 1 :]))
+        elif kind is slice and (at != cut_dim or item == _EVERYTHING):
+            at += 1
+        elif kind is int and at != cut_dim:
+            moved -= at < cut_dim
+            at += 1
+        else:
+            return None
+    return cut_dim + moved
+
+
 @table.rule(Tensor.__getitem__)
 def getitem(x: Any, index: Any) -> Any:
     """Takes elements by position."""
     if not isinstance(x, ShardTensor):
         raise Unshardable("its index is cut")
+    dim = _dim_left_whole(x, index)
+    if dim is not None:
+        return x.like(x._local[index], dim, x._segments)
     place = _place(x, index)
     return x.like(x._local[place.index], place.dim, place.segments)
 

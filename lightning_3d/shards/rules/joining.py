@@ -22,41 +22,49 @@ def _own(tensor: Tensor, beside: ShardTensor, along: bool) -> tuple[Tensor, tupl
     """Returns a rank's part of a tensor that is put beside a shard, and the segments of it.
 
     Args:
-        tensor: A shard or a replicated tensor of as many dims.
+        tensor: A shard or a replicated tensor.
         beside: The shard.
         along: Whether they follow each other along the dim that is cut.
     """
     if isinstance(tensor, ShardTensor):
-        if tensor._dim != beside._dim or (tensor.uneven if along else tensor._segments != beside._segments):
+        same_dims = tensor._dim == beside._dim and tensor._local.dim() == beside._local.dim()
+        if not same_dims or not (along or tensor._segments == beside._segments):
             raise Unshardable(f"its tensors are cut differently: {beside.cut} and {tensor.cut}")
         return tensor._local, tensor._segments
-    segments = (tensor.size(beside._dim),) if along else beside._segments
-    if (along and not is_even(segments, beside._group.size)) or sum(segments) != tensor.size(beside._dim):
+    if tensor.dim() != beside._local.dim():
+        raise Unshardable("its tensors have different numbers of dims")
+    length = tensor.size(beside._dim)
+    segments = (length,) if along else beside._segments
+    if length % beside._group.size or sum(segments) != length:
         raise Unshardable(f"a tensor of {tuple(tensor.shape)} beside one that is cut along {beside.cut}")
     return cut(tensor, beside._group, beside._dim, segments), segments
+
+
+def _first_shard(tensors: Sequence[Tensor]) -> ShardTensor:
+    return next(each for each in tensors if isinstance(each, ShardTensor))
+
+
+def _is_skipped(tensor: Tensor) -> bool:
+    """Whether torch skips it: empty and of one dim, whatever the dims of the others are."""
+    return not isinstance(tensor, ShardTensor) and tensor.dim() == 1 and not tensor.numel()
 
 
 @table.rule(torch.cat, torch.concat, torch.concatenate)
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     """Along a dim; if it is the one that is cut, each tensor brings its segments."""
-    # torch skips empty tensors of one dim, whatever the dims of the others are.
-    filled = [each for each in tensors if isinstance(each, ShardTensor) or each.dim() != 1 or each.numel()]
-    first = next(each for each in filled if isinstance(each, ShardTensor))
-    if any(each.dim() != first.dim() for each in filled):
-        raise Unshardable("its tensors have different numbers of dims")
-    at = dim % first.dim()
-    own = [_own(each, first, at == first._dim) for each in filled]
-    segments = first._segments if at != first._dim else tuple(length for _, lengths in own for length in lengths)
-    return first.like(torch.cat([part for part, _ in own], at), first._dim, segments, *filled)
+    first = _first_shard(tensors)
+    at = dim % first._local.dim()
+    along = at == first._dim
+    own = [_own(each, first, along) for each in tensors if not _is_skipped(each)]
+    segments = tuple(length for _, lengths in own for length in lengths) if along else first._segments
+    return first.like(torch.cat([part for part, _ in own], at), first._dim, segments, *tensors)
 
 
 @table.rule(torch.stack)
 def stack(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     """Along a new dim."""
-    first = next(each for each in tensors if isinstance(each, ShardTensor))
-    if any(each.dim() != first.dim() for each in tensors):
-        raise Unshardable("its tensors have different numbers of dims")
-    at = dim % (first.dim() + 1)
+    first = _first_shard(tensors)
+    at = dim % (first._local.dim() + 1)
     own = [_own(each, first, along=False)[0] for each in tensors]
     return first.like(torch.stack(own, at), first._dim + (at <= first._dim), first._segments, *tensors)
 

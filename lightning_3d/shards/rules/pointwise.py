@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -74,17 +75,23 @@ def _of_one(function: Function) -> Function:
 
 def _of_several(function: Function) -> Function:
     def rule(*args: Any, **kwargs: Any) -> Any:
-        shards = [each for each in (*args, *kwargs.values()) if isinstance(each, ShardTensor)]
-        first = shards[0]
-        own = [own_operand(each, first) for each in args]
-        result = function(*own, **{name: own_operand(each, first) for name, each in kwargs.items()})
+        first = args[0] if isinstance(args[0], ShardTensor) else _first_shard((*args, *kwargs.values()))
+        own = [each._local if each is first else own_operand(each, first) for each in args]
+        if kwargs:
+            result = function(*own, **{name: own_operand(each, first) for name, each in kwargs.items()})
+        else:
+            result = function(*own)
         # A comparison with what is no tensor says that it cannot be made.
         if not isinstance(result, Tensor):
             return result
         dim = result.dim() - first._local.dim() + first._dim
-        return first.like(result, dim, first._segments, *shards[1:])
+        return first.like(result, dim, first._segments, *args, *kwargs.values())
 
     return rule
+
+
+def _first_shard(args: Iterable[Any]) -> ShardTensor:
+    return next(each for each in args if isinstance(each, ShardTensor))
 
 
 def _in_place(function: Function) -> Function:
