@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_3d.gradients import clip_by_norm
 from lightning_3d.graph.blocks import find_stacks
@@ -20,6 +21,7 @@ from lightning_3d.parallel.data.engine import DataEngine
 from lightning_3d.parallel.data.plan import plan_data
 from lightning_3d.parallel.tensor.apply import apply_tensor
 from lightning_3d.parallel.tensor.doors import BlockDoor
+from lightning_3d.parallel.tensor.leaves import slots_of
 from lightning_3d.parallel.tensor.state import TensorState
 from lightning_3d.shards import nodes
 from lightning_3d.shards.executor import Shard
@@ -32,12 +34,14 @@ pytestmark = pytest.mark.spmd
 CPU = torch.device("cpu")
 
 
-def applied(module: nn.Module, spec: MeshSpec, mesh: DeviceMesh, zero: int) -> tuple[TensorState, DataEngine]:
+def applied(
+    module: nn.Module, spec: MeshSpec, mesh: DeviceMesh, zero: int, policy: MixedPrecisionPolicy | None = None
+) -> tuple[TensorState, DataEngine]:
     table, stacks = parameter_table(module), find_stacks(module)
     axis = mesh["tensor_parallel"]
     state = apply_tensor(module, LAYOUTS, axis, ProcessShardGroup(axis.get_group()), device=CPU, partial=PARTIAL)
     plan = plan_data(table, stacks, zero_stage=zero, data_size=spec.data, tensor_size=spec.tensor)
-    engine = apply_data(module, plan, data_mesh(mesh) if zero else data_axis_mesh(mesh))
+    engine = apply_data(module, plan, data_mesh(mesh) if zero else data_axis_mesh(mesh), policy=policy)
     state.settle()
     return state, engine
 
@@ -183,3 +187,53 @@ def compare(results: list[dict[str, Any]], sizes: dict[str, int], **options: Any
 def test_training_equals_one_device(sizes: dict[str, int], zero: int, options: dict[str, Any]) -> None:
     results = run_spmd(train, sizes["data"] * sizes["tensor"], sizes, zero, options)
     compare(results, sizes, **options)
+
+
+def waiting_gradients(rank: int, world: int, zero: int) -> set[str]:
+    """Names of the parameters whose whole gradients wait between two micro-batches."""
+    spec = MeshSpec(data=2, pipeline=1, tensor=2)
+    net = CutNet().double()
+    state, engine = applied(net, spec, build_device_mesh(spec, "cpu"), zero)
+    engine.before_microbatch(last=False)
+    with state.activity:
+        engine.run(net.loss, batches(2)[0][0][0]).backward()
+    leaves = {
+        f"{prefix}.{name}": slot.leaf
+        for prefix, child in net.named_modules()
+        for name, slot in slots_of(child).items()
+        if slot.leaf is not None
+    }
+    assert len(leaves) == len(list(net.named_parameters(remove_duplicate=False)))
+    assert all(leaf.tensor.grad is None for leaf in leaves.values())
+    return {name for name, leaf in leaves.items() if leaf.parameter.grad is not None and leaf.parameter.dim()}
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_whole_gradients_wait_at_stage_1_only(zero: int) -> None:
+    for names in run_spmd(waiting_gradients, 4, zero):
+        assert bool(names) is (zero == 1)
+
+
+def gradients_in_bf16(rank: int, world: int, tensor: int) -> dict[str, Tensor]:
+    spec = MeshSpec(data=world // tensor, pipeline=1, tensor=tensor)
+    mesh, net = build_device_mesh(spec, "cpu"), CutNet()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    state, engine = applied(net, spec, mesh, 3, policy=policy)
+    seen: list[torch.dtype] = []
+    net.blocks[0].mlp.register_forward_hook(lambda mlp, args, output: seen.append(mlp.gate_up.dtype))
+    for index in range(MICROBATCHES):
+        engine.before_microbatch(last=index == MICROBATCHES - 1)
+        with state.activity:
+            engine.run(net.loss, batches(2)[0][index][0]).backward()
+    engine.gradients_complete()
+    state.complete_partial_gradients()
+    assert seen == [torch.bfloat16] * MICROBATCHES
+    found = {name: in_order(name, p.grad, tensor) for name, p in net.named_parameters() if p.grad is not None}
+    assert {gradient.dtype for gradient in found.values()} == {torch.float32}
+    return found
+
+
+def test_gathered_parameters_may_have_another_dtype() -> None:
+    (expected, *_), (found, *_) = run_spmd(gradients_in_bf16, 2, 1), run_spmd(gradients_in_bf16, 4, 2)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=0.1, atol=0.02)
