@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
-from torch._subclasses.fake_tensor import UnsupportedFakeTensorException, UnsupportedOperatorException
 from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric
 
@@ -27,7 +26,7 @@ from lightning_3d.graph.places import innermost_call, user_line
 from lightning_3d.graph.quiet import quiet
 from lightning_3d.graph.repeats import Repeat, block_kinds, signature
 from lightning_3d.graph.stand_ins import without_metrics, without_optimizers
-from lightning_3d.graph.values import all_finite, made_up, reads_values, with_positions
+from lightning_3d.graph.values import all_finite, is_unforetellable, made_up, reads_values, with_positions
 
 # Every pass teaches an observer something new; one that never learns enough is our mistake.
 _MOST_PASSES = 500
@@ -92,8 +91,13 @@ def _one_pass(module: LightningModule, step: Callable[[], Any], calls: _Calls, w
             output = step()
         except EndPass:
             pass
-        except (UnsupportedOperatorException, UnsupportedFakeTensorException) as failure:
-            raise _unforetellable(failure) from failure
+        except RuntimeError as failure:
+            if not is_unforetellable(failure):
+                raise
+            raise ModuleError(
+                f"the step calls an operator of which torch does not know what it returns: {failure}",
+                fix="torch.library.register_fake for the operator",
+            ) from failure
     wishes = [observer.end(output) for observer in calls.observers]
     return any(wishes)
 
@@ -228,10 +232,3 @@ def _proceed(
     observer: Observer, proceed: Proceed, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     return observer.around_function(function, args, kwargs, proceed)
-
-
-def _unforetellable(failure: Exception) -> ModuleError:
-    return ModuleError(
-        f"the step calls an operator of which torch does not know what it returns: {failure}.",
-        fix="torch.library.register_fake for the operator",
-    )

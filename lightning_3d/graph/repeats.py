@@ -49,8 +49,8 @@ def _facts(block: nn.Module) -> dict[tuple[str, str], object]:
             if key in ("_parameters", "_buffers", "_modules"):
                 continue
             found[path, key] = _fact(value)
-            if path and "_hooks" in key and value:
-                # Nobody knows what a hook inside does; each block runs its own.
+            if "_hooks" in key and value:
+                # Nobody knows what a hook does; each block runs its own.
                 found[path, key] = id(child)
     return found
 

@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 from torch.utils import _pytree as pytree
 
 Function = Callable[..., Any]
@@ -28,6 +33,12 @@ def reads_values(function: Function, failure: Exception) -> bool:
     if isinstance(failure, (DataDependentOutputException, DynamicOutputShapeException)):
         return True
     return isinstance(failure, RuntimeError) and _name(function) in _READERS
+
+
+def is_unforetellable(failure: Exception) -> bool:
+    """Returns whether an operator failed because nobody has said what it returns for fake tensors."""
+    named = isinstance(failure, (UnsupportedOperatorException, UnsupportedFakeTensorException))
+    return named or "no fake impl registered" in str(failure)
 
 
 def all_finite(function: Function, args: tuple[Any, ...]) -> Tensor | None:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import random
+from collections import deque
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -90,3 +93,55 @@ def test_log_may_be_left_to_the_caller() -> None:
         module.step()
     assert heard == ["loss"]
     assert "log" in vars(module)
+
+
+class Meter:
+    """A plain object that counts, as scripts have them."""
+
+    def __init__(self) -> None:
+        self.total, self.values = 0, [0]
+
+
+class Remembers(L.LightningModule):
+    """Keeps what a step computes in every way but buffers and metrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = torch.zeros(2)
+        self.running = torch.zeros(2)
+        self.outputs: dict[str, list[int]] = {"val": []}
+        self.recent: deque[int] = deque([1], maxlen=2)
+        self.meter = Meter()
+        self.generator = torch.Generator().manual_seed(1)
+        self.register_buffer("table", torch.zeros(2))
+
+    def step(self) -> None:
+        self.average = self.average + 1
+        self.running += 1
+        self.outputs["val"].append(1)
+        self.recent.extend([2, 3])
+        self.meter.total += 1
+        self.meter.values.append(1)
+        self.cache = torch.ones(3)
+        self.table = torch.ones(5)
+        torch.rand(2, generator=self.generator)
+        random.random()
+        np.random.rand()
+
+
+def test_whatever_a_step_keeps_is_forgotten() -> None:
+    module = Remembers()
+    average, table, drawn = module.average, module.table, module.generator.get_state()
+    states = random.getstate(), np.random.get_state()[1].copy()
+    with quiet(module):
+        module.step()
+    assert module.average is average
+    assert module.table is table
+    assert module.running.tolist() == [0, 0]
+    assert module.outputs == {"val": []}
+    assert list(module.recent) == [1]
+    assert (module.meter.total, module.meter.values) == (0, [0])
+    assert not hasattr(module, "cache")
+    assert torch.equal(module.generator.get_state(), drawn)
+    assert random.getstate() == states[0]
+    assert (np.random.get_state()[1] == states[1]).all()

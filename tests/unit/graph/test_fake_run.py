@@ -1,0 +1,382 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torchmetrics import MeanMetric
+from torchmetrics.functional import accuracy
+
+from lightning_3d.errors import ModuleError
+from lightning_3d.graph.blocks import find_stacks
+from lightning_3d.graph.fake_run import FakeRun, fake_run
+from lightning_3d.graph.observer import EndPass, Observer, Proceed, ProceedModule, Scene, ValueRead
+
+WIDTH, CLASSES = 8, 5
+
+
+class Block(nn.Module):
+    def __init__(self, index: int, rate: float = 0.0) -> None:
+        super().__init__()
+        self.index, self.rate = index, rate
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        self.seen += 1
+        self.last = x
+        return F.dropout(x + self.linear(x), self.rate), memory
+
+
+class Stacked(L.LightningModule):
+    def __init__(self, blocks: list[Block]) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.metric = MeanMetric()
+        self.history: list[float] = []
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = memory = self.first(x)
+        for block in self.blocks:
+            x, memory = block(x, memory)
+        return self.head(x), memory
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, target = batch
+        logits, memory = self(x + torch.rand(()))
+        assert memory.shape == x.shape
+        loss = F.cross_entropy(logits, target)
+        self.metric(loss)
+        self.history.append(random.random())
+        np.random.rand()
+        return loss
+
+
+class Watcher(Observer):
+    """Writes down what it sees, and makes passes as it is told."""
+
+    def __init__(self, passes: int = 1, accepts: bool = False) -> None:
+        self.passes, self.accepts = passes, accepts
+        self.functions: list[tuple[str | None, str]] = []
+        self.modules: list[str] = []
+        self.repeats: list[tuple[str, str]] = []
+        self.reads: list[ValueRead] = []
+        self.outputs: list[Any] = []
+        self.parameters: set[str] = set()
+
+    def begin(self, scene: Scene) -> None:
+        self.scene = scene
+
+    def around_function(self, function: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
+        self.functions.append((self.scene.block, function.__name__))
+        self.parameters.update(filter(None, map(self.scene.name_of, args)))
+        return proceed(function, args, kwargs)
+
+    def around_module(self, name: str, args: Any, kwargs: Any, proceed: ProceedModule) -> Any:
+        self.modules.append(name)
+        return proceed(args, kwargs)
+
+    def repeated(self, block: str, first: str) -> None:
+        self.repeats.append((block, first))
+
+    def value_read(self, read: ValueRead) -> bool:
+        self.reads.append(read)
+        return self.accepts
+
+    def end(self, output: Any) -> bool:
+        self.outputs.append(output)
+        return len(self.outputs) < self.passes
+
+
+def batch(samples: int = 4) -> tuple[Tensor, Tensor]:
+    return torch.linspace(-1, 1, samples * WIDTH).view(samples, WIDTH), torch.arange(samples) % CLASSES
+
+
+def run(module: L.LightningModule, *observers: Observer, step: Callable[[], Any] | None = None) -> FakeRun:
+    made = batch()
+    return fake_run(
+        module,
+        step or (lambda: module.training_step(made, 0)),
+        stacks=find_stacks(module),
+        observers=observers,
+    )
+
+
+def test_blocks_that_repeat_run_once() -> None:
+    watcher = Watcher()
+    found = run(Stacked([Block(index, rate=0.1 * index + 0.1) for index in range(4)]), watcher)
+    assert found == FakeRun(passes=1, blocks_run=1, blocks_repeated=3)
+    assert watcher.repeats == [(f"blocks.{index}", "blocks.0") for index in (1, 2, 3)]
+    assert watcher.modules == ["first", *(f"blocks.{index}" for index in range(4)), "head"]
+    assert ("blocks.0", "linear") in watcher.functions
+    assert (None, "linear") in watcher.functions
+    assert not any(block == "blocks.1" for block, _ in watcher.functions)
+    linears = ("first", "blocks.0.linear", "head")
+    assert watcher.parameters == {f"{linear}.{name}" for linear in linears for name in ("weight", "bias")}
+    (loss,) = watcher.outputs
+    assert isinstance(loss, FakeTensor)
+    assert loss.requires_grad
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        [Block(0), Block(5)],
+        [Block(0), Block(1, rate=0.5)],
+        [Block(0), Block(1).eval()],
+        [Block(0), Block(1).requires_grad_(False)],
+    ],
+    ids=["index", "rate", "mode", "frozen"],
+)
+def test_blocks_that_differ_run_each(blocks: list[Block]) -> None:
+    assert run(Stacked(blocks)).blocks_run == 2
+
+
+def test_blocks_with_hooks_run_each() -> None:
+    module = Stacked([Block(index) for index in range(4)])
+    heard: list[str] = []
+    module.blocks[1].linear.register_forward_hook(lambda *args: heard.append("inside"))
+    module.blocks[2].register_forward_hook(lambda *args: heard.append("outside"))
+    assert run(module).blocks_repeated == 1
+    assert heard == ["inside", "outside"]
+
+
+def test_observers_that_tell_blocks_apart() -> None:
+    class Names(Observer):
+        def tells_apart(self, block: str) -> object:
+            return block
+
+    assert run(Stacked([Block(0), Block(1)]), Names()).blocks_run == 2
+
+
+def test_no_trace_is_left() -> None:
+    module = Stacked([Block(index) for index in range(2)])
+    module.metric.update(torch.tensor(3.0))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    parameters = dict(module.named_parameters())
+    kinds = [type(child) for child in module.modules()]
+    attributes = [set(vars(child)) for child in module.modules()]
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    run(module, Watcher(passes=3))
+    assert all(value is parameters[name] for name, value in module.named_parameters())
+    assert not any(isinstance(value, FakeTensor) for value in module.state_dict().values())
+    torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
+    assert [type(child) for child in module.modules()] == kinds
+    assert [set(vars(child)) for child in module.modules()] == attributes
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert (np.random.get_state()[1] == states[2]).all()
+    assert module.history == []
+    assert float(module.metric.compute()) == 3.0
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_no_trace_after_an_error_either() -> None:
+    module = Stacked([Block(0), Block(1)])
+    kinds = [type(child) for child in module.modules()]
+    with pytest.raises(ZeroDivisionError):
+        run(module, step=lambda: (module.training_step(batch(), 0), 1 / 0))
+    assert [type(child) for child in module.modules()] == kinds
+    assert not any(isinstance(parameter, FakeTensor) for parameter in module.parameters())
+    assert module.blocks[0].seen == 0
+
+
+def test_loggers_hear_nothing(tmp_path: Path) -> None:
+    class Logs(Stacked):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss)
+            self.logger.log_metrics({"loss": loss})
+            return loss
+
+    module, logger = Logs([Block(0), Block(1)]), CSVLogger(tmp_path)
+    module.trainer = L.Trainer(logger=logger, accelerator="cpu", enable_progress_bar=False)
+    run(module)
+    assert logger.experiment.metrics == []
+    assert module.logger is logger
+
+
+def test_meta_modules_with_buffers_ties_and_frozen_parameters() -> None:
+    with torch.device("meta"):
+        module = Stacked([Block(0), Block(1)])
+        module.blocks[1].linear.weight = module.blocks[0].linear.weight
+        module.head.requires_grad_(False)
+    watcher = Watcher()
+
+    def step() -> Tensor:
+        assert module.blocks[1].linear.weight is module.blocks[0].linear.weight
+        assert not module.head.weight.requires_grad
+        assert module.blocks[0].seen.device.type == "cpu"
+        return module.training_step(batch(), 0)
+
+    assert run(module, watcher, step=step).blocks_run == 1
+    assert all(parameter.is_meta for parameter in module.parameters())
+    assert module.blocks[0].seen.is_meta
+
+
+def test_an_ended_pass_asks_for_another() -> None:
+    class Impatient(Watcher):
+        def around_module(self, name: str, args: Any, kwargs: Any, proceed: ProceedModule) -> Any:
+            result = super().around_module(name, args, kwargs, proceed)
+            if not self.outputs:
+                raise EndPass
+            return result
+
+    class Swallows(Stacked):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+            try:
+                return super().training_step(batch, batch_idx)
+            except Exception:
+                return None
+
+    watcher = Impatient(passes=2)
+    found = run(Swallows([Block(0), Block(1)]), watcher)
+    assert found.passes == 2
+    assert watcher.outputs[0] is None
+    assert isinstance(watcher.outputs[1], FakeTensor)
+
+
+def test_the_first_observer_stands_outermost() -> None:
+    seen = []
+
+    class Named(Observer):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def around_function(self, function: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
+            if function is F.cross_entropy:
+                seen.append(self.name)
+            return proceed(function, args, kwargs)
+
+        def around_module(self, name: str, args: Any, kwargs: Any, proceed: ProceedModule) -> Any:
+            if name == "head":
+                seen.append(self.name)
+            return proceed(args, kwargs)
+
+    run(Stacked([Block(0), Block(1)]), Named("outer"), Named("inner"))
+    assert seen == ["outer", "inner"] * 2
+
+
+# ---- values ----
+
+
+class Reads(Stacked):
+    """Reads a hidden state in the way of the test."""
+
+    def __init__(self, read: Callable[[Tensor], Any]) -> None:
+        super().__init__([Block(0), Block(1)])
+        self.read = read
+        self.got: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.read(self.head(batch[0]))
+
+
+def test_a_value_that_nobody_lets_pass_is_an_error_with_its_line() -> None:
+    module = Reads(lambda logits: logits.sum().item())
+    with pytest.raises(ModuleError, match=r"item in the step \(.*test_fake_run.py:\d+\) reads values") as caught:
+        run(module)
+    assert "torch.where" in str(caught.value)
+
+
+def test_the_innermost_module_and_its_call_are_told() -> None:
+    class Router(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[(x > 0).any(-1).nonzero()[:, 0]]
+
+    module = Stacked([Block(0), Block(1)])
+    module.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), Router(), nn.Linear(WIDTH, CLASSES))
+    watcher = Watcher(accepts=True)
+    run(module, watcher)
+    (read,) = watcher.reads
+    assert (read.function, read.module) == ("nonzero", "head.1")
+    assert "test_fake_run.py" in read.line
+    assert read.call is not None
+    assert read.call.args[0].shape == (4, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("read", "expected"),
+    [
+        (lambda logits: logits.sum().item(), 1.0),
+        (lambda logits: int(logits.argmax()), 1),
+        (lambda logits: bool((logits > 0).all()), False),
+        (lambda logits: logits.argmax(-1).tolist(), [1, 1, 1, 1]),
+        (lambda logits: logits.detach().numpy().shape, (4, CLASSES)),
+        (lambda logits: logits[logits > 0].shape, (4 * CLASSES,)),
+        (lambda logits: (logits > 0).nonzero().shape, (4 * CLASSES, 2)),
+        (lambda logits: float(accuracy(logits, torch.zeros(4, dtype=torch.long), "multiclass", num_classes=5)), 1.0),
+    ],
+    ids=["item", "int", "bool", "tolist", "numpy", "mask", "nonzero", "accuracy"],
+)
+def test_made_up_values(read: Callable[[Tensor], Any], expected: Any) -> None:
+    watcher = Watcher(accepts=True)
+    run(Reads(read), watcher)
+    assert watcher.outputs == [expected]
+    assert watcher.reads
+
+
+@pytest.mark.parametrize(
+    ("read", "expected"),
+    [
+        (lambda logits: bool(logits.isnan().any()), False),
+        (lambda logits: bool(torch.isfinite(logits).all()), True),
+        (lambda logits: logits[torch.tensor([True, False, True, True])].shape, (3, CLASSES)),
+        (lambda logits: logits.masked_select(torch.arange(4)[:, None] < 2).shape, (2 * CLASSES,)),
+    ],
+    ids=["nan", "finite", "mask of the batch", "masked_select"],
+)
+def test_what_reads_no_hidden_value(read: Callable[[Tensor], Any], expected: Any) -> None:
+    watcher = Watcher()
+    run(Reads(read), watcher)
+    assert watcher.outputs == [expected]
+
+
+def test_operators_without_a_fake_form_are_named() -> None:
+    @torch.library.custom_op("lightning_3d_tests::doubled", mutates_args=())
+    def doubled(x: Tensor) -> Tensor:
+        return 2 * x
+
+    with pytest.raises(ModuleError, match="lightning_3d_tests"):
+        run(Reads(doubled))
+
+
+# ---- manual optimization ----
+
+
+def test_manual_optimization_runs_its_forward_passes() -> None:
+    class Manual(Stacked):
+        def __init__(self) -> None:
+            super().__init__([Block(0), Block(1)])
+            self.automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            first = torch.optim.SGD(self.blocks.parameters(), 0.1)
+            return [first, torch.optim.SGD(self.head.parameters(), 0.1)], [torch.optim.lr_scheduler.StepLR(first, 1)]
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            first, second = self.optimizers()
+            with first.toggle_model():
+                loss = super().training_step(batch, batch_idx)
+            first.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(first, 1.0)
+            first.step()
+            second.step(lambda: self.head(batch[0]).sum())
+            self.lr_schedulers().step()
+            assert first.param_groups == []
+
+    watcher = Watcher()
+    run(Manual(), watcher)
+    assert [name for name in watcher.modules if name == "head"] == ["head"] * 2
