@@ -42,25 +42,27 @@ class Window(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        windows = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Window)]
-        with torch._C.DisableTorchFunctionSubclass():
-            versions = [window._whole._version for window in windows]
-            result = func(*args, **(kwargs or {}))
-            for window, version in zip(windows, versions, strict=True):
-                if window._whole._version != version:
-                    window._write_back(window._whole, getattr(func, "__name__", str(func)))
-                result = windows_of(result, window._whole, window._write_back)
+        arguments = (args, kwargs or {})
+        windows = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Window)]
+        versions = [window._whole._version for window in windows]
+        args, kwargs = pytree.tree_map_only(Window, Window.plain, arguments)
+        result = func(*args, **kwargs)
+        for window, version in zip(windows, versions, strict=True):
+            if window._whole._version != version:
+                window._write_back(window._whole, getattr(func, "__name__", str(func)))
+            result = windows_of(result, window._whole, window._write_back)
         return result
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self._plain().__deepcopy__(memo)
-
-    def _plain(self) -> Tensor:
+    def plain(self) -> Tensor:
+        """Returns the view without the link to its shard."""
         with torch._C.DisableTorchFunction():
             return self.as_subclass(Tensor)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.plain().__deepcopy__(memo)
 
 
 def windows_of(result: Any, whole: Tensor, write_back: WriteBack) -> Any:
