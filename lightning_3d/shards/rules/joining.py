@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_3d.shards.layout import is_even
 from lightning_3d.shards.refusal import Unshardable
 from lightning_3d.shards.rules.entering import cut
 from lightning_3d.shards.rules.table import Function, RuleTable, spellings
@@ -28,14 +27,14 @@ def _own(tensor: Tensor, beside: ShardTensor, along: bool) -> tuple[Tensor, tupl
     """
     if isinstance(tensor, ShardTensor):
         same_dims = tensor._dim == beside._dim and tensor._local.dim() == beside._local.dim()
-        if not same_dims or not (along or tensor._segments == beside._segments):
+        if not same_dims or (tensor.uneven if along else tensor._segments != beside._segments):
             raise Unshardable(f"its tensors are cut differently: {beside.cut} and {tensor.cut}")
         return tensor._local, tensor._segments
     if tensor.dim() != beside._local.dim():
         raise Unshardable("its tensors have different numbers of dims")
     length = tensor.size(beside._dim)
     segments = (length,) if along else beside._segments
-    if length % beside._group.size or sum(segments) != length:
+    if (along and length % beside._group.size) or sum(segments) != length:
         raise Unshardable(f"a tensor of {tuple(tensor.shape)} beside one that is cut along {beside.cut}")
     return cut(tensor, beside._group, beside._dim, segments), segments
 
