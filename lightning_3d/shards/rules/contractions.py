@@ -129,8 +129,10 @@ def _by_rows(x: Tensor, weight: ShardTensor, bias: Tensor | None, product: Produ
     else:
         raise Unshardable(f"the input is cut along {x.cut} of {x.dim()}, the weight's inputs in {weight._segments}")
     total = summed(product(own, weight._local, None), weight, dim=sequence_dim)
+    if bias is None:
+        return total
     # Once, after the sum. Autocast has it in the type of the product.
-    return total if bias is None else total + bias.to(total.dtype)
+    return total + (bias if bias.dtype == total.dtype else bias.to(total.dtype))
 
 
 def _by_whole_weight(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:

@@ -48,8 +48,8 @@ class RuleTable:
 
 def called(rule: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Returns what a rule makes of arguments, also under the names that torch knows besides the rule's own."""
-    if not kwargs:
-        return rule(*args)
+    if args and _OTHER_NAMES.keys().isdisjoint(kwargs):
+        return rule(*args, **kwargs)
     named = {_OTHER_NAMES.get(name, name): value for name, value in kwargs.items()}
     if not args and "input" in named:
         args = (named.pop("input"),)
