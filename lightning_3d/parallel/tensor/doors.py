@@ -93,6 +93,10 @@ class BlockDoor:
         self._passages: list[_Passage] = []
         around_forward(block, self._inside)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockDoor:
+        """A copy of the block goes through this door too: the handler of its calls is the same."""
+        return self
+
     def around(self, call: Call, through: Through | None = None) -> Any:
         """Makes a call of the block, outside of its hooks.
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from typing_extensions import Self
 
+from lightning_3d.errors import ModuleError
 from lightning_3d.parallel.tensor.aliases import alias_properties
 from lightning_3d.shards import executor
 from lightning_3d.shards.gathered import gathered
@@ -188,8 +189,12 @@ class _Delivery:
         gradient, leaf.grad = leaf.grad, None
         parameter = self._parameter
         assert gradient is not None
+        late = (parameter._backward_hooks or {}).values()
+        told = (parameter._post_accumulate_grad_hooks or {}).values()
+        if self._partial_sum is not None and (late or told):
+            _refuse_late_hooks(parameter.shape)
         with torch.no_grad():
-            for hook in self._reading.hooks:
+            for hook in (*self._reading.hooks, *late):
                 gradient = _hooked(gradient, hook, self._reading.layout, self._group)
             if self._reading.layout is not None:
                 gradient = self._reading.layout.padded(gradient, self._group.size)
@@ -199,7 +204,7 @@ class _Delivery:
                 parameter.grad = DTensor(gradient, parameter._spec, requires_grad=False)
             else:
                 parameter.grad._local_tensor.add_(gradient)
-            for tell in (parameter._post_accumulate_grad_hooks or {}).values():
+            for tell in told:
                 tell(parameter)
 
 
@@ -213,6 +218,14 @@ def _shown(leaf: Tensor, slot: Slot) -> Tensor:
     if layout is not None:
         return executor.Shard(leaf, layout.dim, layout.segments, group)
     return PartialTensor(leaf, group) if slot.reading.partial else leaf
+
+
+def _refuse_late_hooks(shape: torch.Size) -> None:
+    raise ModuleError(
+        f"a hook was set on the gradient of a parameter of shape {tuple(shape)}, which the tensor-parallel ranks sum "
+        "only after the last backward.",
+        fix="set it in __init__ or configure_model, or use on_before_optimizer_step",
+    )
 
 
 def _hooked(gradient: Tensor, hook: Hook, layout: Layout | None, group: ShardGroup) -> Tensor:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -115,6 +116,17 @@ def test_a_forward_that_calls_its_block_again() -> None:
     block = Again()
     around_calls(block, BlockDoor(block).around)
     assert block(shard(torch.zeros(2)), 2).shape == (4,)
+
+
+def test_a_copy_of_a_block_goes_through_the_same_door() -> None:
+    block = Block()
+    door = BlockDoor(block)
+    around_calls(block, lambda call: door.around(call))
+    other = copy.deepcopy(block)
+    other.weight.data.fill_(5)
+    output = other(shard(torch.ones(2)), other={"y": 1})["x"]
+    assert (other.seen, block.seen) == ([(4,)], [])
+    assert output._local.tolist() == [5.0, 5.0]
 
 
 def test_structure_changed_by_a_hook_is_refused() -> None:

@@ -318,6 +318,18 @@ def test_hooks_on_gradients_are_carried_over(cut: Apply) -> None:
     assert local(layer.bias.grad).tolist() == [3.0] * 4
 
 
+def test_hooks_that_come_late(cut: Apply) -> None:
+    layer = nn.Linear(2, 4)
+    state = cut(layer, {"weight": Layout(0, (4,))}, partial=("bias",))
+    for name in ("weight", "bias"):
+        layer.get_parameter(name).register_hook(lambda gradient: gradient * 2)
+    with state.activity:
+        state.read(layer, "weight").sum().backward()
+        with pytest.raises(ModuleError, match=r"shape \(4,\)"):
+            layer.bias.sum().backward()
+    assert local(layer.weight.grad).tolist() == [[2.0, 2.0]] * 2
+
+
 def test_hooks_that_wait_for_accumulated_gradients(cut: Apply) -> None:
     early, late = nn.Linear(2, 2), nn.Linear(2, 2)
     early.weight.register_post_accumulate_grad_hook(lambda parameter: None)
