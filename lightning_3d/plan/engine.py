@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_3d.parallel.data.engine import DataEngine
 from lightning_3d.parallel.tensor.doors import whole
+from lightning_3d.parallel.tensor.replay.block import BlockReport
 from lightning_3d.parallel.tensor.replay.blocks import Replays
 from lightning_3d.parallel.tensor.state import TensorState
 
@@ -63,6 +64,10 @@ class MeshEngine:
         self._data.gradients_complete()
         if self.replays is not None:
             self.replays.refresh()
+
+    def reports(self) -> tuple[BlockReport, ...]:
+        """Returns what became of each block that may be replayed."""
+        return () if self.replays is None else self.replays.reports()
 
     def before_inner_backward(self, loss: Tensor) -> Tensor:
         """Called for a backward inside a step that is still running; returns the loss to go backward from."""

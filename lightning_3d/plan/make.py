@@ -95,5 +95,6 @@ def make_plan(
             size=mesh.tensor,
             tensor_plan=config.tensor_plan,
             sequence=config.sequence_parallel,
+            pad_vocabulary=config.pad_vocabulary,
         )
     return Plan(mesh=mesh, parameters=parameters, stacks=stacks, data=data, tensor=tensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,7 +17,7 @@ from lightning_3d.batches.peek import first_batch
 from lightning_3d.errors import BatchError
 from lightning_3d.precision import Mesh3DPrecision
 
-_STAGES = {
+_STAGES: Mapping[TrainerFn, str] = {
     TrainerFn.FITTING: "training",
     TrainerFn.VALIDATING: "validation",
     TrainerFn.TESTING: "test",
@@ -31,6 +31,10 @@ class FirstStep:
     Loaders are asked for as the run will do again later. What had to be taken out of a loader that cannot begin anew is
     given back when that loader is used: see `loader`.
 
+    Attributes:
+        method: Name of the module's method.
+        args: Its arguments, the batch first.
+
     Args:
         trainer: The Trainer, its module connected and its data prepared.
         module: The module.
@@ -41,16 +45,17 @@ class FirstStep:
         self._trainer = trainer
         self._module = module
         self._precision = precision
-        assert trainer.state.fn in _STAGES, "only runs with steps are planned"
+        assert trainer.state.fn is not None, "a run has begun"
         self._stage = _STAGES[trainer.state.fn]
         self._begun: dict[int, tuple[Any, Any]] = {}
-        self._args = self._first_arguments()
+        self.method = f"{self._stage}_step"
+        self.args = self._first_arguments()
 
     def __call__(self) -> Any:
         """Runs the step and returns its output."""
-        step: Callable[..., Any] = getattr(self._module, f"{self._stage}_step")
+        step: Callable[..., Any] = getattr(self._module, self.method)
         with self._context():
-            return step(*self._args)
+            return step(*self.args)
 
     def loader(self, given: Any) -> Any:
         """Returns the loader to use in place of ``given``: one that begins with the batch that was taken out of it."""
@@ -104,7 +109,7 @@ class FirstStep:
         loop: Any = getattr(self._trainer, "validate_loop" if self._stage == "validation" else f"{self._stage}_loop")
         number = 0 if several and len(batches) > 1 else None
         kwargs = loop._build_kwargs(batch, 0, number)
-        return tuple(loop._build_step_args_from_hook_kwargs(kwargs, f"{self._stage}_step"))
+        return tuple(loop._build_step_args_from_hook_kwargs(kwargs, self.method))
 
 
 def _nested(combined: CombinedLoader, batches: Iterable[Any]) -> Any:

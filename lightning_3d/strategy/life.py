@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -19,10 +18,14 @@ from lightning_3d.graph.parameters import class_name
 from lightning_3d.initial.broadcast import BufferBroadcast
 from lightning_3d.initial.replay import InitTape
 from lightning_3d.mesh.spec import MeshSpec
+from lightning_3d.parallel.tensor.proved import Proof, Skipped
+from lightning_3d.parallel.tensor.replay.block import BlockReport
 from lightning_3d.plan import MeshEngine, Plan, apply_plan, make_plan
 from lightning_3d.precision import Mesh3DPrecision
 from lightning_3d.shards.layout import Layout
+from lightning_3d.strategy.agreement import agreed_plan, agreed_proof
 from lightning_3d.strategy.doors import ModuleDoors
+from lightning_3d.strategy.first_step import FirstStep
 from lightning_3d.strategy.run import RunOnMesh
 
 _WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
@@ -38,6 +41,7 @@ class AppliedModule:
         engine: Runs its steps.
         share_buffers: Gives every data rank the running statistics of the first.
         doors: Its methods that know the mesh, while a Trainer runs it.
+        proof: Whether the plan of its tensor axis was proved; None without one.
     """
 
     module: LightningModule
@@ -45,11 +49,18 @@ class AppliedModule:
     engine: MeshEngine
     share_buffers: Callable[[], None]
     doors: ModuleDoors
+    proof: Proof | Skipped | None = None
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
         """How the tensor axis cuts parameters, by a name of each."""
         return self.plan.layouts
+
+    def __str__(self) -> str:
+        lines = [str(self.plan)]
+        lines += [f"proof      {self.proof}"] if self.proof is not None else []
+        lines += [f"replay     {line}" for line in _folded(self.engine.reports())]
+        return "\n".join(lines)
 
 
 def apply_module(
@@ -60,7 +71,7 @@ def apply_module(
     config: StrategyConfig,
     precision: Mesh3DPrecision,
     tape: InitTape | None,
-    step: Callable[[], Any] | None = None,
+    step: FirstStep | None = None,
 ) -> AppliedModule:
     """Makes a whole module this rank's part of it.
 
@@ -71,7 +82,7 @@ def apply_module(
         config: The strategy's options.
         precision: Converts the module, and says how gathered parameters are cast.
         tape: Recorded initialisation of a module on the meta device.
-        step: Runs the user's step on its first batch, for axes that are planned by what it computes.
+        step: The first step of the run, for axes that are planned by what it computes.
 
     Raises:
         ModuleError: The module is cut already, or lies on the meta device without a recording.
@@ -82,6 +93,10 @@ def apply_module(
     # Manual optimization runs backward inside the step, which only an engine of units can follow.
     inside = not module.automatic_optimization and spec.data > 1
     plan = make_plan(module, spec, config, casts=precision.shards_cast, backward_inside=inside, step=step)
+    plan = agreed_plan(plan, run.world_group)
+    proof = None
+    if plan.tensor is not None and step is not None:
+        proof = agreed_proof(module, plan.tensor, step, tape, run.world_group)
     engine = apply_plan(
         module,
         plan,
@@ -95,7 +110,7 @@ def apply_module(
         partial_gradients=module.automatic_optimization,
     )
     share = BufferBroadcast(module, run.data_group) if spec.data > 1 else _nothing
-    return AppliedModule(module, plan, engine, share, ModuleDoors(module))
+    return AppliedModule(module, plan, engine, share, ModuleDoors(module), proof)
 
 
 def check_recorded(module: nn.Module, tape: InitTape | None) -> None:
@@ -168,3 +183,10 @@ def optimizer_parameters(optimizers: Sequence[Optimizer]) -> list[Tensor]:
 
 def _nothing() -> None:
     """For a single data rank, which has nothing to share."""
+
+
+def _folded(reports: Sequence[BlockReport]) -> list[str]:
+    """One line for all blocks that are replayed, one for each that is not."""
+    replayed = [report for report in reports if str(report).endswith(": replayed")]
+    lines = [f"{len(replayed)} of {len(reports)} blocks are replayed"] if reports else []
+    return lines + [str(report) for report in reports if report not in replayed]
