@@ -33,10 +33,17 @@ class Weights:
         decisions: What was learned in passes before.
         uses: Hears of column weights.
         forced: What the user wants.
+        pad_vocabulary: Whether a vocabulary may be cut unevenly.
     """
 
     def __init__(
-        self, scene: Scene, group: TraceGroup, decisions: Decisions, uses: Uses, forced: Mapping[str, ForcedStyle]
+        self,
+        scene: Scene,
+        group: TraceGroup,
+        decisions: Decisions,
+        uses: Uses,
+        forced: Mapping[str, ForcedStyle],
+        pad_vocabulary: bool,
     ) -> None:
         self.styles: dict[str, tuple[str, Layout]] = {}
         self._scene = scene
@@ -44,6 +51,9 @@ class Weights:
         self._decisions = decisions
         self._uses = uses
         self._forced = forced
+        self._pad_vocabulary = pad_vocabulary
+        # Lengths of the tables that were met: a head has as many outputs.
+        self._vocabularies: set[int] = set()
         # Weights with their two dims exchanged, by identity.
         self._exchanged: dict[int, tuple[Tensor, str]] = {}
 
@@ -91,6 +101,7 @@ class Weights:
         if wish is not None and wish.kind == "column":
             shard = self._column(weight, name, 1, False, "column")
         else:
+            self._vocabularies.add(weight.shape[0])
             if wish is None:
                 self._uses.table(name, *weight.shape)
             shard = self._column(weight, name, 0, False, "vocab")
@@ -134,7 +145,7 @@ class Weights:
         parts = 1 if wish is None else wish.segments
         segments = (rows // parts,) * parts if parts > 1 else self._decisions.segments.get(name, (rows,))
         layout = Layout(1 - out_dim if exchanged else out_dim, segments)
-        if not layout.fits(size):
+        if not layout.fits(size, padded=self._pad_vocabulary and rows in self._vocabularies):
             reason = f"{rows} {'rows' if layout.dim == 0 else 'columns'} are not a multiple of {size}"
             if wish is not None:
                 raise wish.refused(name, reason)

@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_3d.errors import PlanError, nearest
 from lightning_3d.graph.parameters import ParameterInfo, ParameterTable
+from lightning_3d.shards.layout import Layout
 
 Kind = Literal["column", "row", "vocab", "replicate", "local"]
 _STYLES = ("column", "column:<segments>", "row", "vocab", "replicate", "local")
@@ -76,7 +77,12 @@ class Overrides:
 
 
 def plan_overrides(
-    module: nn.Module, parameters: ParameterTable, tensor_plan: Mapping[str, str] | None, degree: int
+    module: nn.Module,
+    parameters: ParameterTable,
+    tensor_plan: Mapping[str, str] | None,
+    degree: int,
+    *,
+    pad_vocabulary: bool = False,
 ) -> Overrides:
     """Returns what a `tensor_plan` says of each parameter and module.
 
@@ -85,6 +91,7 @@ def plan_overrides(
         parameters: Its parameters.
         tensor_plan: Globs to styles.
         degree: Number of tensor-parallel ranks.
+        pad_vocabulary: Whether a vocabulary may be cut unevenly.
 
     Raises:
         PlanError: A glob matches nothing, a style is unknown, or one cannot be exact by the sizes alone. What only
@@ -110,7 +117,7 @@ def plan_overrides(
         styles.update({row.name: style for row in (*own, *rows)})
     for row in parameters.rows:
         if row.name in styles:
-            _check(row, styles[row.name], modules, degree)
+            _check(row, styles[row.name], modules, degree, pad_vocabulary)
     return Overrides(styles=styles, regions=dict(_outermost(regions)))
 
 
@@ -191,7 +198,9 @@ def _without_weights(style: ForcedStyle, matched: list[str], modules: Mapping[st
 # ---- sizes ----
 
 
-def _check(row: ParameterInfo, style: ForcedStyle, modules: Mapping[str, nn.Module], degree: int) -> None:
+def _check(
+    row: ParameterInfo, style: ForcedStyle, modules: Mapping[str, nn.Module], degree: int, pad_vocabulary: bool
+) -> None:
     """Refuses what the sizes alone show to be impossible."""
     if style.kind == "replicate":
         return
@@ -201,6 +210,8 @@ def _check(row: ParameterInfo, style: ForcedStyle, modules: Mapping[str, nn.Modu
         raise style.refused(row.name, f"its module ({kinds}) is no embedding", valid="an nn.Embedding")
     if style.kind == "row" and all(isinstance(owner, nn.Embedding) for owner in owners):
         raise style.refused(row.name, f"its module ({kinds}) is no linear layer", valid="vocab, column")
+    if style.kind == "vocab" and Layout(0, row.shape[:1]).fits(degree, padded=pad_vocabulary):
+        return
     word, lengths = _cut_lengths(row, style, owners)
     if not any(length % (style.segments * degree) == 0 for length in lengths):
         raise _undivided(row, style, word, lengths, degree)

@@ -30,6 +30,7 @@ def find_tensor_plan(
     size: int,
     tensor_plan: Mapping[str, str] | None = None,
     sequence: bool = False,
+    pad_vocabulary: bool = False,
     observers: Sequence[Observer] = (),
 ) -> TensorPlan:
     """Returns the plan of an untouched module.
@@ -45,16 +46,17 @@ def find_tensor_plan(
         size: Number of tensor-parallel ranks.
         tensor_plan: The user's globs and styles.
         sequence: Sequence parallelism.
+        pad_vocabulary: Whether a vocabulary that the ranks do not divide is padded and cut.
         observers: Who else watches the run; they see its last passes again if there are local regions.
 
     Raises:
         PlanError: A glob or style of the user is wrong, or nothing can be cut.
         ModuleError: The step cannot run without values.
     """
-    overrides = plan_overrides(module, parameters, tensor_plan, size)
+    overrides = plan_overrides(module, parameters, tensor_plan, size, pad_vocabulary=pad_vocabulary)
     hinted = hinted_regions(module)
     sampled = [candidate.module for candidate in region_candidates(module, overrides, hinted)]
-    trace = partial(_traced, module, step, parameters, stacks, overrides)
+    trace = partial(_traced, module, step, parameters, stacks, overrides, pad_vocabulary)
     traced = trace(size, sampled=sampled, observers=observers)
     candidates = region_candidates(module, overrides, hinted, traced.reads)
     regions = RegionPlan()
@@ -79,6 +81,7 @@ def _traced(
     parameters: ParameterTable,
     stacks: Sequence[Stack],
     overrides: Overrides,
+    pad_vocabulary: bool,
     size: int,
     *,
     sampled: Collection[str] = (),
@@ -96,6 +99,7 @@ def _traced(
         },
         regions=regions,
         sampled=sampled,
+        pad_vocabulary=pad_vocabulary,
     )
     fake_run(module, step, stacks=stacks, observers=[*observers, trace])
     return trace.found()

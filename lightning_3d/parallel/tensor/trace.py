@@ -95,6 +95,7 @@ class TensorTrace(Observer):
         forbidden: Why weights must stay whole, by first names.
         regions: Modules that run on local weights.
         sampled: Modules of which it is to be known how they are called.
+        pad_vocabulary: Whether a vocabulary may be cut unevenly.
     """
 
     def __init__(
@@ -106,12 +107,14 @@ class TensorTrace(Observer):
         forbidden: Mapping[str, str] | None = None,
         regions: Sequence[Region] = (),
         sampled: Collection[str] = (),
+        pad_vocabulary: bool = False,
     ) -> None:
         self._table = table
         self._size = size
         self._forced = dict(forced or {})
         self._regions = {region.module: region for region in regions}
         self._sampled = frozenset(sampled)
+        self._pad_vocabulary = pad_vocabulary
         self._decisions = Decisions(size, forbidden or {}, self._forced)
         self._first_names = {name: row.name for row in table.rows for name in row.names}
         self._calls: dict[str, CallSample] = {}
@@ -157,7 +160,7 @@ class TensorTrace(Observer):
         """Forgets the last pass, not what it decided."""
         group = TraceGroup(self._size, self)
         uses = Uses(self._decisions)
-        weights = Weights(scene, group, self._decisions, uses, self._forced)
+        weights = Weights(scene, group, self._decisions, uses, self._forced, self._pad_vocabulary)
         self._pass = _Pass(scene=scene, group=group, weights=weights, uses=uses, decided=self._decisions.count)
 
     def end(self, output: Any) -> bool:

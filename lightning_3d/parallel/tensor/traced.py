@@ -13,6 +13,7 @@ from lightning_3d.errors import ModuleError
 from lightning_3d.shards.foreign import check_no_foreign_function
 from lightning_3d.shards.gathered import gathered
 from lightning_3d.shards.group import ShardGroup
+from lightning_3d.shards.layout import take
 from lightning_3d.shards.refusal import Unshardable
 from lightning_3d.shards.rules import PROPERTIES, RULES
 from lightning_3d.shards.rules.table import called
@@ -82,8 +83,7 @@ class TracedShard(ShardTensor):
     def of(cls, value: Tensor, layout: tuple[int, tuple[int, ...]], group: TraceGroup, *, weight: str) -> TracedShard:
         """Returns rank 0's part of a weight."""
         dim, segments = layout
-        length = sum(segments) // group.size
-        shard = cls(value.narrow(dim, 0, length), dim, segments, group)
+        shard = cls(take(value, dim, segments, group.rank, group.size), dim, segments, group)
         shard.origins, shard.weight = frozenset({weight}), weight
         return shard
 
@@ -128,7 +128,7 @@ def _by_rule(function: Function, args: Any, kwargs: Mapping[str, Any], shards: S
         try:
             check_no_foreign_function(shards)
         except ModuleError as error:
-            raise Unshardable(error.fact.rstrip(".")) from error
+            raise Unshardable(error.fact.partition(" (")[0]) from error
     rule = RULES.get(function)
     if rule is None and getattr(function, "__name__", "") == "__get__":
         rule = PROPERTIES.get(_name(function))
