@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_3d.shards.group import ShardGroup
+from lightning_3d.shards.layout import take
 from lightning_3d.shards.random import attention_with_dropout
 from lightning_3d.shards.refusal import Unshardable
 from lightning_3d.shards.rules.contractions import mapped
 from lightning_3d.shards.rules.entering import entered
 from lightning_3d.shards.rules.pointwise import own_operand
+from lightning_3d.shards.rules.sequence import whole_sequence
 from lightning_3d.shards.rules.table import RuleTable
 from lightning_3d.shards.tensor import ShardTensor
 
@@ -111,27 +112,39 @@ def multi_head_attention_forward(
 
 def _for_queries(value: Tensor, query: Tensor, shard: ShardTensor, place: int) -> Tensor:
     """The keys or values that a rank's queries need; query heads may share them in groups."""
-    count, shared = query.shape[-place], value.shape[-place] if value.dim() >= place else 1
-    if place != _HEADS or shared in (1, count):
+    alike = value.dim() < place or value.shape[-place] == query.shape[-place]
+    if isinstance(value, ShardTensor) and place == _HEADS and value._dim == value.dim() - 2:
+        # Made by a whole weight from a sequence that is cut.
+        return _own_heads(whole_sequence(value), query, shard)
+    if alike or place != _HEADS:
         own: Tensor = own_operand(value, shard)
         return own
-    if len(shard._segments) > 1 or shard.uneven:
+    if not isinstance(value, ShardTensor):
+        return _own_heads(entered(value, shard._group), query, shard)
+    if value._dim != value.dim() - place or not (_one_even_run(value) and _one_even_run(shard)):
+        raise Unshardable("queries and keys are cut in different ways")
+    return value._local
+
+
+def _own_heads(value: Tensor, query: Tensor, shard: ShardTensor) -> Tensor:
+    """A rank's keys or values of which all are known."""
+    group, count, shared = shard._group, query.shape[-_HEADS], value.shape[-_HEADS]
+    if shared == 1:
+        return value
+    if shared == count:
+        return take(value, value.dim() - _HEADS, shard._segments, group.rank, group.size)
+    if not _one_even_run(shard):
         raise Unshardable("query heads share keys and are cut in several segments or in uneven parts")
-    if isinstance(value, ShardTensor):
-        if value._dim != value.dim() - place or len(value._segments) > 1 or value.uneven:
-            raise Unshardable("queries and keys are cut in different ways")
-        return value._local
-    return _shared_heads(entered(value, shard._group), shard._group, count, count // shared)
-
-
-def _shared_heads(value: Tensor, group: ShardGroup, count: int, sharing: int) -> Tensor:
-    """A rank's keys or values of which all are known; ``sharing`` query heads share each."""
-    own = count // group.size
+    own, sharing = count // group.size, count // shared
     first = group.rank * own
     if own % sharing == 0 or sharing % own == 0:
         return value.narrow(-_HEADS, first // sharing, max(own // sharing, 1))
     heads = torch.arange(first, first + own, device=value.device) // sharing
     return value.index_select(-_HEADS, heads)
+
+
+def _one_even_run(shard: ShardTensor) -> bool:
+    return len(shard._segments) == 1 and not shard.uneven
 
 
 def _one_batch(

@@ -110,6 +110,20 @@ def test_layers_of_torch(size: int, options: dict[str, Any]) -> None:
     assert ran.forward == {"sum": 1, "sum_part": 5, "gather": 4}
 
 
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("shared", [1, 2, 4, 12])
+def test_keys_of_whole_weights_are_gathered_along_their_sequence(size: int, shared: int) -> None:
+    def attention(x: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        hidden = x * 2
+        query, key = (F.linear(hidden, weight).view(BATCH, STEPS, -1, 2).transpose(1, 2) for weight in (q, kv))
+        return F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=shared < HEADS)
+
+    tensors = [random(BATCH, STEPS, WIDTH), random(WIDTH, WIDTH), random(2 * shared, WIDTH)]
+    ran = agree(attention, tensors, {0: 1, 1: 0}, size, sequence=True)
+    assert (ran.cuts, ran.forward) == ((Layout(1, (HEADS,)),), {"gather": 2})
+    assert ran.backward == {"sum_part": 2, "sum": 1}
+
+
 def test_inputs_cut_along_heads_are_no_sequence() -> None:
     agree(F.linear, [random(2, 4, 5, 3), random(6, 3)], {0: 1, 1: 0}, 2, gathers=["linear"])
 
