@@ -215,5 +215,5 @@ TENSOR_MODELS: dict[str, tuple[Callable[[], Learner], Callable[[int, torch.Gener
 }
 # Experts are regions of their own, outside of sequence parallelism.
 WITH_EXPERTS = ("HF Mixtral",)
-# Models that compute in fp32 inside, whatever precision is asked for.
-FP32_INSIDE = ("HF Mixtral",)
+# Models that compute in fp32 inside, whatever precision is asked for: their norms, and Mixtral's routing.
+FP32_INSIDE = ("HF Llama (GQA)", "HF Qwen3", "HF Gemma", "HF T5 encoder", "HF T5", "HF Mixtral", "HF Phi3")
