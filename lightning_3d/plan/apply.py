@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from lightning_3d.graph.parameters import marks_kept
 from lightning_3d.initial.broadcast import broadcast_module
 from lightning_3d.initial.materialise import materialise
 from lightning_3d.initial.replay import InitTape
@@ -62,7 +63,8 @@ def apply_plan(
             partial=plan.tensor.partial if partial_gradients else (),
         )
     if tape is None and plan.data.engine != "fully_shard":
-        module.to(device)
+        with marks_kept(module):
+            module.to(device)
     elif tape is None:
         move_scalars(module, device)
     data_axis = data_mesh(mesh) if plan.data.zero_stage else data_axis_mesh(mesh)
