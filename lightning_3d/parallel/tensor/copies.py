@@ -122,7 +122,7 @@ def copied(module: LightningModule, tensors: Mapping[int, Tensor]) -> LightningM
 
 @contextmanager
 def listened(twin: LightningModule) -> Iterator[Heard]:
-    """Context in which a copy logs to nobody else, its metrics count nothing and it optimizes nothing itself."""
+    """Context in which a copy tells nobody else, asks no other process, and its metrics count nothing."""
     heard = Heard()
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -135,8 +135,14 @@ def listened(twin: LightningModule) -> Iterator[Heard]:
     with ExitStack() as at_end:
         at_end.enter_context(without_metrics(twin))
         at_end.callback(shadow(twin, "log", log))
+        at_end.callback(shadow(twin, "all_gather", _alone))
         at_end.callback(shadow(twin, "manual_backward", manual_backward))
         yield heard
+
+
+def _alone(data: Any, *args: Any, **kwargs: Any) -> Any:
+    """What gathering gives on one device."""
+    return data
 
 
 def cast(tree: Any, dtype: torch.dtype) -> Any:

@@ -20,10 +20,10 @@ from lightning_3d.errors import Lightning3DError, PlanError
 from lightning_3d.graph.quiet import quiet
 from lightning_3d.graph.stand_ins import without_optimizers
 from lightning_3d.parallel.tensor.copies import Names, Values, Whole, cast, whole_tensors
+from lightning_3d.parallel.tensor.plan import TensorPlan
 from lightning_3d.parallel.tensor.proof_cache import ProofCache, proof_key
 from lightning_3d.parallel.tensor.proved import Proof, Skipped
 from lightning_3d.parallel.tensor.ranks import (
-    Cuts,
     Errors,
     Outcome,
     RandomStates,
@@ -36,7 +36,7 @@ from lightning_3d.parallel.tensor.shrink import Piece, fewer_blocks, pieces, pos
 from lightning_3d.units import format_bytes, format_seconds
 
 # Relative errors; real mistakes show as 1e-2 to 1. A model in fp64 may still compute in fp32 inside.
-BOUNDS = MappingProxyType({torch.float64: 1e-6, torch.float32: 1e-3})
+BOUNDS = MappingProxyType({torch.float64: 1e-5, torch.float32: 1e-3})
 # What a proof may take at start-up, in seconds.
 STARTUP_SECONDS = 1.0
 # Copies of the parameters at a time: values, gradients, both again on the ranks, and what is made on the way.
@@ -51,7 +51,7 @@ _SECONDS_PER_PRODUCT = 1e-9
 def prove(
     module: LightningModule,
     call: StepCall,
-    cuts: Cuts,
+    plan: TensorPlan,
     *,
     values: Values | None = None,
     most_seconds: float | None = None,
@@ -62,7 +62,7 @@ def prove(
     Args:
         module: The whole module as its author wrote it, real or on the meta device; it is left as it is.
         call: The step, with a real batch.
-        cuts: What the plan does to its parameters.
+        plan: How the tensor axis holds its parameters.
         values: Initial values by name, for what is on the meta device.
         most_seconds: Do nothing if it is estimated to take longer.
         cache: Where to keep the proof for later runs.
@@ -71,8 +71,8 @@ def prove(
         PlanError: The ranks compute something else than one device, or cannot run the step.
     """
     with quiet(module), without_optimizers(module), torch.compiler.set_stance("force_eager"):
-        found = _found(module, call, cuts, values, most_seconds)
-    key = None if cache is None else proof_key(module, call, cuts)
+        found = _found(module, call, plan, values, most_seconds)
+    key = None if cache is None else proof_key(module, call, plan)
     if cache is not None and key is not None and isinstance(found, Proof):
         cache.keep(key, found)
     return found
@@ -81,7 +81,7 @@ def prove(
 def startup_proof(
     module: LightningModule,
     call: StepCall,
-    cuts: Cuts,
+    plan: TensorPlan,
     *,
     values: Values | None = None,
     cache: ProofCache | None = None,
@@ -93,7 +93,7 @@ def startup_proof(
     Args:
         module: The whole module.
         call: The step, with a real batch.
-        cuts: What the plan does to its parameters.
+        plan: How the tensor axis holds its parameters.
         values: Initial values by name, for what is on the meta device.
         cache: Where proofs are kept; the user's own directory if None.
 
@@ -101,21 +101,24 @@ def startup_proof(
         PlanError: The ranks compute something else than one device, or cannot run the step.
     """
     cache = cache or ProofCache()
-    key = proof_key(module, call, cuts)
+    key = proof_key(module, call, plan)
     known = None if key is None else cache.find(key)
-    return known or prove(module, call, cuts, values=values, most_seconds=STARTUP_SECONDS, cache=cache)
+    return known or prove(module, call, plan, values=values, most_seconds=STARTUP_SECONDS, cache=cache)
 
 
 def _found(
-    module: LightningModule, call: StepCall, cuts: Cuts, values: Values | None, most_seconds: float | None
+    module: LightningModule, call: StepCall, plan: TensorPlan, values: Values | None, most_seconds: float | None
 ) -> Proof | Skipped:
     """The proof on the smallest part of the model on which one is possible."""
+    for region in plan.regions:
+        # On parts of its weights, dropout in a region does not draw the numbers of the whole.
+        module.get_submodule(region.module).eval()
     names = Names.of(module)
     missing = ""
-    for piece in pieces(module, call.args, cuts.size):
+    for piece in pieces(module, call.args, plan.size):
         with fewer_blocks(module, piece.kept):
             for dtype in BOUNDS:
-                trial = _Trial(module, names, replace(call, args=cast(piece.args, dtype)), cuts, piece, dtype)
+                trial = _Trial(module, names, replace(call, args=cast(piece.args, dtype)), plan, piece, dtype)
                 excess = trial.excess(most_seconds)
                 if excess is not None:
                     return Skipped(excess)
@@ -138,14 +141,14 @@ class _Trial:
         module: LightningModule,
         names: Names,
         call: StepCall,
-        cuts: Cuts,
+        plan: TensorPlan,
         piece: Piece,
         dtype: torch.dtype,
     ) -> None:
         self._module = module
         self._names = names
         self._call = call
-        self._cuts = replace(cuts, regions=names.regions(module, cuts.regions))
+        self._plan = replace(plan, regions=names.regions(module, plan.regions))
         self._piece = piece
         self._dtype = dtype
 
@@ -172,7 +175,7 @@ class _Trial:
             tensors = whole_tensors(self._module, self._names.tensors, dtype=self._dtype, seed=seed, values=values)
             states = _collect_rng_states(include_cuda=False)
             with _default_dtype(self._dtype):
-                errors = errors_of(self._alone(tensors, states), self._ranks(tensors, states), self._cuts.layouts)
+                errors = errors_of(self._alone(tensors, states), self._ranks(tensors, states), self._plan.layouts)
             if errors.largest <= bound:
                 return self._proof(errors, time.monotonic() - started)
         assert errors is not None
@@ -189,18 +192,18 @@ class _Trial:
 
     def _ranks(self, tensors: Whole, states: RandomStates) -> list[Outcome]:
         try:
-            return run_ranks(self._module, self._call, tensors, states, self._cuts, timeout=_TIMEOUT)
+            return run_ranks(self._module, self._call, tensors, states, self._plan, timeout=_TIMEOUT)
         except Lightning3DError:
             raise
         except Exception as failure:
             raise PlanError(
-                f"{self._call.method} does not run on {self._cuts.size} tensor-parallel ranks: {_first_line(failure)}.",
+                f"{self._call.method} does not run on {self._plan.size} tensor-parallel ranks: {_first_line(failure)}.",
                 fix="tensor_plan={'<module that fails>': 'replicate'}",
             ) from failure
 
     def _proof(self, errors: Errors, seconds: float) -> Proof:
         return Proof(
-            ranks=self._cuts.size,
+            ranks=self._plan.size,
             value_error=errors.value,
             parameter=errors.parameter,
             error=errors.gradient,
@@ -215,15 +218,15 @@ class _Trial:
         wrong = sum(not error <= bound for error in errors.gradients.values())
         found = f"the loss is off by {errors.value:.1e}"
         if name is not None and wrong:
-            layout = self._cuts.layouts.get(name)
-            style = "replicated" if layout is None else f"cut along {layout}"
+            row = next(row for row in self._plan.rows if row.name == name)
+            style = row.style if row.layout is None else f"{row.style}, {row.layout}"
             found += (
-                f" and {wrong} of {len(errors.gradients)} gradients, most of all by {errors.gradient:.1e} that of "
-                f"{name} ({style})"
+                f" and {wrong} of {len(errors.gradients)} gradients are wrong, most of all that of {name} ({style}) by "
+                f"{errors.gradient:.1e}"
             )
         glob = "<module>" if name is None else _with_stars(name.rpartition(".")[0] or name)
         return PlanError(
-            f"the tensor-parallel plan is not exact: on {self._cuts.size} ranks ({self._piece}, "
+            f"the tensor-parallel plan is not exact: on {self._plan.size} ranks ({self._piece}, "
             f"{self._dtype}) {found}, relative to one device.",
             valid=f"relative errors up to {bound:.0e}",
             fix=f"tensor_plan={{{glob!r}: 'replicate'}}",

@@ -22,8 +22,9 @@ from torch.utils import _pytree as pytree
 
 from lightning_3d.graph.parameters import parameter_table
 from lightning_3d.log import get_logger
+from lightning_3d.parallel.tensor.plan import TensorPlan
 from lightning_3d.parallel.tensor.proved import Proof
-from lightning_3d.parallel.tensor.ranks import Cuts, StepCall
+from lightning_3d.parallel.tensor.ranks import StepCall
 
 _log = get_logger(__name__)
 # Distributions whose versions stand for the source of their classes.
@@ -73,7 +74,7 @@ def default_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_3d" / "proofs"
 
 
-def proof_key(module: nn.Module, call: StepCall, cuts: Cuts) -> str | None:
+def proof_key(module: nn.Module, call: StepCall, plan: TensorPlan) -> str | None:
     """Returns what a proof depends on, as one word; None if some of it cannot be read.
 
     That is the source of all classes in the module and their plain attributes, its parameters, the plan with its
@@ -82,7 +83,7 @@ def proof_key(module: nn.Module, call: StepCall, cuts: Cuts) -> str | None:
     Args:
         module: The whole module.
         call: The step.
-        cuts: The plan.
+        plan: The plan.
     """
     sources = _sources(module)
     if sources is None:
@@ -92,11 +93,11 @@ def proof_key(module: nn.Module, call: StepCall, cuts: Cuts) -> str | None:
         "modules": [(name, _fact(vars(child), _DEPTH)) for name, child in module.named_modules()],
         "parameters": [repr(row) for row in parameter_table(module).rows],
         "plan": [
-            cuts.size,
-            cuts.sequence,
-            sorted(cuts.partial),
-            sorted((name, repr(layout)) for name, layout in cuts.layouts.items()),
-            [(region.module, sorted(map(repr, region.outputs.items()))) for region in cuts.regions],
+            plan.size,
+            plan.sequence,
+            sorted(plan.partial),
+            sorted((name, repr(layout)) for name, layout in plan.layouts.items()),
+            [(region.module, sorted(map(repr, region.outputs.items()))) for region in plan.regions],
         ],
         "step": [call.method, [_argument(leaf) for leaf in pytree.tree_leaves(call.args)]],
         "versions": [sys.version_info[:2], *map(_version, _VERSIONS)],

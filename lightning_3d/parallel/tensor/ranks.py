@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from lightning_3d.batches.weights import loss_of
 from lightning_3d.parallel.tensor.copies import Heard, Whole, copied, listened
 from lightning_3d.parallel.tensor.doors import whole
+from lightning_3d.parallel.tensor.plan import TensorPlan
 from lightning_3d.parallel.tensor.region_calls import run_regions
-from lightning_3d.parallel.tensor.regions import Region
 from lightning_3d.parallel.tensor.turns import run_in_turns
 from lightning_3d.shards.executor import Shard
 from lightning_3d.shards.group import ShardGroup, ShardOptions
@@ -40,25 +40,6 @@ class StepCall:
 
     method: str
     args: tuple[Any, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cuts:
-    """What a plan does to the parameters of a module, by their first names.
-
-    Attributes:
-        size: Number of tensor ranks.
-        layouts: How parameters are cut; the others are replicated.
-        partial: Replicated ones whose gradients are summed after the step.
-        regions: Modules that run on their local weights.
-        sequence: Sequence parallelism.
-    """
-
-    size: int
-    layouts: Mapping[str, Layout]
-    partial: frozenset[str] = frozenset()
-    regions: tuple[Region, ...] = ()
-    sequence: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +106,7 @@ def run_alone(module: LightningModule, call: StepCall, tensors: Whole, states: R
 
 
 def run_ranks(
-    module: LightningModule, call: StepCall, tensors: Whole, states: RandomStates, cuts: Cuts, *, timeout: float
+    module: LightningModule, call: StepCall, tensors: Whole, states: RandomStates, plan: TensorPlan, *, timeout: float
 ) -> list[Outcome]:
     """Runs a step of copies of the module, cut over ranks that are threads.
 
@@ -134,24 +115,24 @@ def run_ranks(
         call: The step.
         tensors: Values of the module's whole tensors.
         states: Where random numbers begin.
-        cuts: How they are cut.
+        plan: How they are cut.
         timeout: Seconds that a rank waits for the others.
     """
 
     def rank(group: ShardGroup) -> Outcome:
         _set_rng_states(states)
-        leaves, shown = _local(tensors, cuts, group)
+        leaves, shown = _local(tensors, plan, group)
         twin = copied(module, {**_own_others(tensors), **shown})
-        run_regions(twin, cuts.regions, group)
+        run_regions(twin, plan.regions, group)
         outcome = _outcome(twin, call, leaves)
-        for name in cuts.partial & outcome.gradients.keys():
+        for name in plan.partial & outcome.gradients.keys():
             gradient = outcome.gradients[name]
             outcome.gradients[name] = group.sum(torch.zeros_like(leaves[name]) if gradient is None else gradient)
         return outcome
 
     # Dropout draws the mask of one device, and random numbers without a rule are drawn whole.
-    options = ShardOptions(sequence=cuts.sequence, exact_random=True)
-    return run_in_turns(cuts.size, rank, options=options, timeout=timeout)
+    options = ShardOptions(sequence=plan.sequence, exact_random=True)
+    return run_in_turns(plan.size, rank, options=options, timeout=timeout)
 
 
 def errors_of(alone: Outcome, ranks: Sequence[Outcome], layouts: Mapping[str, Layout]) -> Errors:
@@ -197,15 +178,16 @@ def largest(tensors: Iterable[Tensor]) -> float:
     return max((float(tensor.abs().max()) for tensor in tensors if tensor.numel()), default=0.0)
 
 
-def _local(tensors: Whole, cuts: Cuts, group: ShardGroup) -> tuple[dict[str, Tensor], dict[int, Tensor]]:
+def _local(tensors: Whole, plan: TensorPlan, group: ShardGroup) -> tuple[dict[str, Tensor], dict[int, Tensor]]:
     """This rank's leaves by name, and what the module shows in their place."""
     leaves: dict[str, Tensor] = {}
     shown: dict[int, Tensor] = {}
+    layouts = plan.layouts
     for key, name in tensors.names.items():
-        value, layout = tensors.tensors[key], cuts.layouts.get(name)
+        value, layout = tensors.tensors[key], layouts.get(name)
         if layout is None:
             leaf: Tensor = nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad)
-            shown[key] = PartialTensor(leaf, group) if name in cuts.partial else leaf
+            shown[key] = PartialTensor(leaf, group) if name in plan.partial else leaf
         else:
             part = layout.part(value.detach(), group.rank, group.size)
             leaf = part.clone(memory_format=torch.contiguous_format).requires_grad_(value.requires_grad)

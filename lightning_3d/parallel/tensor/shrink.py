@@ -49,14 +49,14 @@ def pieces(module: nn.Module, args: tuple[Any, ...], degree: int) -> Iterator[Pi
     tokens = degree * -(-_TOKENS // degree)
     few = fewer_samples(args, _SAMPLES)
     blocks = "one block of each kind" if kept else "all blocks"
-    seen: list[object] = []
-    for batch, words in (
+    batches = (
         (fewer_tokens(few, tokens), "few samples and tokens"),
         (few, "few samples"),
-        (args, "whole batch"),
-    ):
-        if (shown := _shapes(batch)) not in seen:
-            seen.append(shown)
+        (args, "the whole batch"),
+    )
+    for index, (batch, words) in enumerate(batches):
+        # A batch of few samples is the whole one, and one of few tokens as it is.
+        if all(_shapes(batch) != _shapes(larger) for larger, _ in batches[index + 1 :]):
             yield Piece(kept=kept, args=batch, text=f"{blocks}, {words}")
     if kept:
         yield Piece(args=few, text="all blocks, few samples")
