@@ -241,13 +241,16 @@ class Replay:
         self._reason = self._hindrance()
         if self._reason is not None:
             return self._as_it_is(call)
+        signature = self._signature(call)
+        return self._as_it_is(call) if signature is None else self._recorded(call, signature)
+
+    def _signature(self, call: Call) -> Signature | None:
         try:
-            signature = read_signature(call.args, call.kwargs)
+            return read_signature(call.args, call.kwargs)
         except Unwritable as unwritable:
             self._reason = str(unwritable)
             self._split()
-            return self._as_it_is(call)
-        return self._recorded(call, signature)
+            return None
 
     def _hindrance(self) -> str | None:
         if self._recordings >= self._options.capacity + self._hits // _CALLS_PER_RECORDING:

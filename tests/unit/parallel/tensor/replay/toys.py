@@ -25,17 +25,14 @@ class MirrorGroup(ShardGroup):
 
     def __init__(self) -> None:
         super().__init__(2, 0)
-        self.exchanges = 0
 
     def sum(self, value: Tensor) -> Tensor:
-        self.exchanges += 1
         return value * 2
 
     def max(self, value: Tensor) -> Tensor:
         return value.clone()
 
     def gather(self, part: Tensor, dim: int, segments: Sequence[int]) -> Tensor:
-        self.exchanges += 1
         return join((part, part), dim, segments)
 
     def sum_part(self, value: Tensor, dim: int, segments: Sequence[int]) -> Tensor:
@@ -45,13 +42,25 @@ class MirrorGroup(ShardGroup):
         return self
 
 
+class CountingGroup(MirrorGroup):
+    """Counts its sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums = 0
+
+    def sum(self, value: Tensor) -> Tensor:
+        self.sums += 1
+        return super().sum(value)
+
+
 class Block(nn.Module):
     """A multi-layer perceptron whose weights are cut, beside what a test adds."""
 
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.group = MirrorGroup()
+        self.group: ShardGroup = MirrorGroup()
         self.up_weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator))
         self.down_weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator))
         self.norm = nn.LayerNorm(WIDTH)
