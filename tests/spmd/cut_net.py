@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.shards.layout import Layout
 
-WIDTH, HEADS, VOCABULARY, HIDDEN = 16, 4, 32, 24
+# No number of ranks divides the vocabulary.
+WIDTH, HEADS, VOCABULARY, HIDDEN = 16, 4, 31, 24
 STEPS, MICROBATCHES, CLIP = 3, 2, 0.5
 
 _BLOCK = {
