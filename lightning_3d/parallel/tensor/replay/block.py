@@ -25,6 +25,7 @@ from lightning_3d.parallel.tensor.replay.writer import Unwritable
 from lightning_3d.shards.group import ShardGroup
 
 _log = get_logger(__name__)
+_HOOKED = "a module inside has a hook"
 # A recording costs as much as some dozens of calls, so it must be followed by as many.
 _CALLS_PER_RECORDING = 100
 # What a part of a block needs to be worth its guards.
@@ -171,7 +172,7 @@ class Replay:
         problems = (program.body.problem for program in programs)
         reason = next(filter(None, problems), None) if replayed else self._retired or self._reason
         if any(self._hooks):
-            reason = "a module inside has a hook"
+            reason = _HOOKED
         parts = () if replayed else tuple(part.report() for part in self.parts)
         return BlockReport(name=self.name, replayed=replayed, reason=reason, parts=parts)
 
@@ -255,6 +256,8 @@ class Replay:
     def _hindrance(self) -> str | None:
         if self._recordings >= self._options.capacity + self._hits // _CALLS_PER_RECORDING:
             return "its inputs or attributes change too often"
+        if any(self._hooks):
+            return _HOOKED
         if sys.getprofile() is not None:
             return "a Python profiler is on"
         if torch.is_inference_mode_enabled():

@@ -17,6 +17,7 @@ from lightning_3d.graph.calls import around_forward
 from lightning_3d.parallel.tensor.replay.block import Replay, ReplayOptions
 from lightning_3d.parallel.tensor.replay.blocks import Replays
 from lightning_3d.parallel.tensor.replay.changes import Changes, watch
+from lightning_3d.shards.threads import ThreadShardGroup, run_threads
 from tests.unit.parallel.tensor.replay.toys import (
     WIDTH,
     Block,
@@ -203,6 +204,17 @@ def test_hooks_of_parts_stop_replays_while_they_are_there() -> None:
     assert replay.report().replayed
 
 
+def test_hooks_that_were_there_before_run_too() -> None:
+    block = block_with(core)
+    replay = replayed(block, block.group)
+    seen: list[int] = []
+    block.norm.register_forward_hook(lambda module, args, output: seen.append(1))
+    for x in inputs(3):
+        block(x)
+    assert len(seen) == 3
+    assert str(replay.report()) == "block: not replayed: a module inside has a hook"
+
+
 def test_a_hook_of_the_block_itself_runs() -> None:
     block = block_with(core)
     replayed(block, block.group)
@@ -312,6 +324,30 @@ def test_parts_are_replayed_where_the_block_cannot_be(keep: bool) -> None:
     assert str(report).startswith("0: not replayed: nonzero: the size of its result depends on values; replayed inside")
     assert [part.name for part in report.flat() if part.replayed] == ["0.layers.0"]
     assert ("0.experts" in [part.name for part in report.flat()]) is not keep
+
+
+def test_ranks_that_are_threads_record_and_replay_each_for_itself() -> None:
+    x = inputs(4)
+    barred = block_with(core)
+
+    def work(group: ThreadShardGroup, *, replayed_too: bool) -> list[Tensor]:
+        block = block_with(core)
+        block.group = group
+        for name in ("up_weight", "down_weight"):
+            part = getattr(barred, name).detach() * (group.rank + 1)
+            setattr(block, name, nn.Parameter(part))
+        replay = replayed(block, group) if replayed_too else None
+        found = []
+        for each in x:
+            y = block(each.detach().clone().requires_grad_())
+            y.sum().backward()
+            found += [y.detach(), block.up_weight.grad.clone()]
+        assert replay is None or replay.report().replayed
+        return found
+
+    plain = run_threads(2, lambda group: work(group, replayed_too=False))
+    for ones, others in zip(run_threads(2, lambda group: work(group, replayed_too=True)), plain, strict=True):
+        assert all(map(torch.equal, ones, others))
 
 
 def test_equal_blocks_share_their_operations() -> None:
