@@ -26,22 +26,34 @@ def fake_parameters(module: nn.Module) -> Iterator[dict[int, str]]:
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[int, Tensor] = {}
-    replaced: list[tuple[dict[str, Any], str, Tensor]] = []
+
+    def fake(value: Any) -> Any:
+        if not _has_to_be_fake(value):
+            return value
+        if id(value) not in fakes:
+            fakes[id(value)] = _fake(value, mode)
+        return fakes[id(value)]
+
+    replaced: list[tuple[dict[str, Any], str, Any]] = []
     for child in module.modules():
         places: tuple[dict[str, Any], ...] = (child._parameters, child._buffers, vars(child))
-        for place in places:
-            for key, value in place.items():
-                if isinstance(value, nn.Parameter) or (isinstance(value, Tensor) and value.is_meta):
-                    if id(value) not in fakes:
-                        fakes[id(value)] = _fake(value, mode)
-                    replaced.append((place, key, value))
+        replaced += [(place, key, value) for place in places for key, value in place.items() if _holds_any(value)]
     try:
         for place, key, value in replaced:
-            place[key] = fakes[id(value)]
+            # Lists, as torch's recurrent layers have of their weights.
+            place[key] = [fake(each) for each in value] if isinstance(value, list) else fake(value)
         yield {id(parameter): name for name, parameter in module.named_parameters()}
     finally:
         for place, key, value in replaced:
             place[key] = value
+
+
+def _has_to_be_fake(value: Any) -> bool:
+    return isinstance(value, nn.Parameter) or (isinstance(value, Tensor) and value.is_meta)
+
+
+def _holds_any(value: Any) -> bool:
+    return any(map(_has_to_be_fake, value)) if isinstance(value, list) else _has_to_be_fake(value)
 
 
 def _fake(value: Tensor, mode: FakeTensorMode) -> Tensor:

@@ -196,8 +196,8 @@ class TensorTrace(Observer):
             args, kwargs = entry(now.weights, args, kwargs)
         result = proceed(function, args, kwargs)
         if now.blind or count != self._decisions.count:
-            # What is written to is the first argument.
-            now.unsure.update((id(leaf), leaf) for leaf in pytree.tree_leaves((args[:1], result)))
+            written = args[:1] if _writes(function) else ()
+            now.unsure.update((id(leaf), leaf) for leaf in pytree.tree_leaves((written, result)))
         else:
             now.weights.follow(function, args, result)
         return result
@@ -306,6 +306,13 @@ def _finest(shards: Sequence[TracedShard]) -> Sequence[TracedShard]:
     if len(set(places)) == 1 or any(shard.weight is not None for shard in shards):
         return shards
     return [shard for shard, place in zip(shards, places, strict=True) if place < max(places)]
+
+
+def _writes(function: Function) -> bool:
+    """Whether the first argument of a function is changed."""
+    name = getattr(function, "__name__", "")
+    in_place = name.startswith("__i") and name != "__invert__"
+    return name == "__setitem__" or in_place or (name.endswith("_") and not name.endswith("__"))
 
 
 def _splits_heads(before: TracedShard, after: TracedShard) -> bool:

@@ -380,3 +380,26 @@ def test_manual_optimization_runs_its_forward_passes() -> None:
     watcher = Watcher()
     run(Manual(), watcher)
     assert [name for name in watcher.modules if name == "head"] == ["head"] * 2
+
+
+# ---- kinds of modules ----
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_layers_that_keep_their_weights_in_lists(device: str) -> None:
+    with torch.device(device):
+        module = Reads(lambda result: result[0])
+        module.head = nn.LSTM(WIDTH, CLASSES)
+    weights = list(module.head._flat_weights)
+    watcher = Watcher()
+    run(module, watcher)
+    assert isinstance(watcher.outputs[0], FakeTensor)
+    assert all(after is before for after, before in zip(module.head._flat_weights, weights, strict=True))
+
+
+def test_compiled_modules_run_as_they_are() -> None:
+    module = Stacked([Block(0), Block(1)])
+    module.head = torch.compile(module.head, backend="eager")
+    watcher = Watcher()
+    run(module, watcher)
+    assert (None, "linear") in watcher.functions
