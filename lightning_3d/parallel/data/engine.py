@@ -85,8 +85,8 @@ def explained() -> Iterator[None]:
         if _MIXED not in str(error):
             raise
         raise ModuleError(
-            "the step uses a parameter while it is cut: outside the block that owns it, or from self.parameters() on the "
-            "tensor axis.",
+            "the step uses a parameter while it is cut: outside the block that owns it, or from self.parameters() on "
+            "the tensor axis.",
             valid="attributes of modules (self.layer.weight), at zero_stage 1 and 2 after the block's forward, at 3 "
             "inside it, at 0 anywhere",
             fix="for a penalty on all weights the optimizer's weight_decay; else move the use, or zero_stage=0",
