@@ -112,6 +112,12 @@ def multi_head_attention_forward(
 
 def _for_queries(value: Tensor, query: Tensor, shard: ShardTensor, place: int) -> Tensor:
     """The keys or values that a rank's queries need; query heads may share them in groups."""
+    if (
+        isinstance(value, ShardTensor)
+        and value._segments == shard._segments
+        and value._local.dim() - value._dim == place
+    ):
+        return value._local
     alike = value.dim() < place or value.shape[-place] == query.shape[-place]
     if isinstance(value, ShardTensor) and place == _HEADS and value._dim == value.dim() - 2:
         # Made by a whole weight from a sequence that is cut.

@@ -145,11 +145,13 @@ table.add(Tensor.where, _of_several(Tensor.where))
 
 
 @table.rule(torch.where)
-def where(condition: Any, *values: Any, **named: Any) -> Any:
+def where(*args: Any, **named: Any) -> Any:
     """Takes elements of two tensors; the form of one argument looks for positions."""
-    if len(values) + len(named) < 2:
+    if "condition" in named:
+        args = (named.pop("condition"), *args)
+    if len(args) + len(named) < 3:
         raise Unshardable("it asks for positions in the whole")
-    return _where(condition, *values, **named)
+    return _where(*args, **named)
 
 
 @table.rule(Tensor.to)

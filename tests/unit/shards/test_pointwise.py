@@ -131,6 +131,13 @@ def test_random_layouts(size: int) -> None:
         check(lambda x, y: (x + y) * F.gelu(x) - torch.maximum(x, y), x, y, size=size)
 
 
+def test_where_by_name_and_for_positions() -> None:
+    x, y = operand(4, 6, cut=1), operand(4, 6, seed=1)
+    check(lambda x, y: torch.where(condition=x > 0.5, input=x, other=y), x, y, size=2)
+    check(lambda x, y: torch.where(y > 0.5, x, other=0.0), x, y, size=2)
+    check(lambda x: torch.where(x > 0.5)[1], x, size=2, on_shards=False)
+
+
 def test_what_is_cut_differently_is_gathered() -> None:
     check(torch.mul, operand(4, 4, cut=0), operand(4, 4, cut=1, seed=1), size=2, on_shards=False)
     packed = operand(4, 8, cut=1, segments=(4, 4), seed=1)
