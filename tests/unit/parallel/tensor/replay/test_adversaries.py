@@ -161,6 +161,9 @@ CASES = {
     "reentrant checkpoint": Case(
         lambda block, x: block.core(checkpoint(block.norm, x, use_reentrant=True)), X, False, "reentrant checkpoint"
     ),
+    "reentrant checkpoint of shards": Case(
+        lambda block, x: checkpoint(block.core, x, use_reentrant=True), X, False, "reentrant checkpoint"
+    ),
     "checkpoint": Case(lambda block, x: checkpoint(block.core, x, use_reentrant=False), X, False, "hooks of saved"),
     "numpy": Case(numpy_round_trip, X, False, "numpy"),
     "new tensors": Case(lambda block, x: block.core(x) * torch.tensor([2.0] * WIDTH) + torch.arange(WIDTH), X),
