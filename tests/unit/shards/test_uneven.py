@@ -187,6 +187,28 @@ def run_model(words: Tensor, bias: Tensor, inputs: Tensor, targets: Tensor) -> t
 
 
 @SIZES
+def test_scores_that_are_widened_late(size: int) -> None:
+    words = 5003
+    scores = torch.randn(6, words, generator=torch.Generator().manual_seed(0)).bfloat16()
+    targets = torch.tensor([0, 1250, 2501, 2502, 5001, 5002])
+    one = scores.clone().requires_grad_()
+    expected = F.cross_entropy(one.float().view(2, 3, words).flatten(0, 1), targets)
+    expected.backward()
+
+    def on_rank(group: ThreadShardGroup) -> None:
+        own = Layout(1, (words,)).part(scores, group.rank, group.size).clone().requires_grad_()
+        wide = Shard(own, 1, (words,), group).float().view(2, 3, words).flatten(0, 1)
+        loss = F.cross_entropy(wide, targets)
+        loss.backward()
+        assert not group._gathers
+        torch.testing.assert_close(loss, expected)
+        assert one.grad is not None
+        torch.testing.assert_close(own.grad, Layout(1, (words,)).part(one.grad, group.rank, group.size))
+
+    run_threads(size, on_rank)
+
+
+@SIZES
 def test_a_model_with_a_tied_head(size: int) -> None:
     generator = torch.Generator().manual_seed(0)
     table, shift = (torch.randn(*shape, generator=generator).double() for shape in ((V, WIDTH), (V,)))
