@@ -6,7 +6,7 @@ of the DTensor's local part, whose gradients are handed over to the parameter as
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -177,35 +177,45 @@ class Leaf:
 class _Delivery:
     """Moves a gradient that has arrived at a leaf to the parameter: who takes it from there frees its memory."""
 
-    __slots__ = ("_group", "_parameter", "_partial_sum", "_reading")
+    __slots__ = ("_group", "_parameter", "_partial_sum", "_plain", "_reading", "_spec")
 
     def __init__(self, parameter: Any, slot: Slot) -> None:
         self._parameter = parameter
+        self._spec = parameter._spec
         self._reading = slot.reading
         self._group = slot.group
         self._partial_sum = slot.partial_sum
+        padding = self._reading.layout is not None and not self._reading.layout.fits(self._group.size)
+        self._plain = not (self._reading.hooks or padding or self._partial_sum)
 
     def __call__(self, leaf: Tensor) -> None:
         gradient, leaf.grad = leaf.grad, None
         parameter = self._parameter
         assert gradient is not None
-        late = (parameter._backward_hooks or {}).values()
-        told = (parameter._post_accumulate_grad_hooks or {}).values()
+        late, told = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+        # Called for each parameter in each backward, so the usual case is kept short.
+        if self._plain and not late and not told and parameter.grad is None:
+            parameter.grad = DTensor(gradient, self._spec, requires_grad=False)
+            return
+        with torch.no_grad():
+            self._deliver(gradient, late or {}, told or {})
+
+    def _deliver(self, gradient: Tensor, late: Mapping[Any, Hook], told: Mapping[Any, Callable[[Any], None]]) -> None:
+        parameter, layout = self._parameter, self._reading.layout
         if self._partial_sum is not None and (late or told):
             _refuse_late_hooks(parameter.shape)
-        with torch.no_grad():
-            for hook in (*self._reading.hooks, *late):
-                gradient = _hooked(gradient, hook, self._reading.layout, self._group)
-            if self._reading.layout is not None:
-                gradient = self._reading.layout.padded(gradient, self._group.size)
-            if self._partial_sum is not None:
-                self._partial_sum.reopen()
-            if parameter.grad is None:
-                parameter.grad = DTensor(gradient, parameter._spec, requires_grad=False)
-            else:
-                parameter.grad._local_tensor.add_(gradient)
-            for tell in told:
-                tell(parameter)
+        for hook in (*self._reading.hooks, *late.values()):
+            gradient = _hooked(gradient, hook, layout, self._group)
+        if layout is not None:
+            gradient = layout.padded(gradient, self._group.size)
+        if self._partial_sum is not None:
+            self._partial_sum.reopen()
+        if parameter.grad is None:
+            parameter.grad = DTensor(gradient, self._spec, requires_grad=False)
+        else:
+            parameter.grad._local_tensor.add_(gradient)
+        for tell in told.values():
+            tell(parameter)
 
 
 def _without_padding(local: Tensor, slot: Slot) -> Tensor:
