@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,8 +20,12 @@ Function = Callable[..., Any]
 
 _READERS = ("numpy", "tolist", "__array__", "__dlpack__")
 _SCALARS = ("__bool__", "is_nonzero")
-_FINITE = {torch.isfinite: True, Tensor.isfinite: True, torch.isnan: False, Tensor.isnan: False}
-_FINITE |= {torch.isinf: False, Tensor.isinf: False}
+_FINITE: Mapping[Function, bool] = MappingProxyType(
+    {
+        **dict.fromkeys((torch.isfinite, Tensor.isfinite), True),
+        **dict.fromkeys((torch.isnan, Tensor.isnan, torch.isinf, Tensor.isinf), False),
+    }
+)
 
 
 def is_hidden(value: object) -> bool:

@@ -46,23 +46,24 @@ class Decisions:
         for name in names:
             self._suspects.setdefault(name, reason)
 
-    def need(self, lengths: Mapping[str, int], segments: Sequence[int], reason: str) -> None:
+    def need(self, cut: Mapping[str, tuple[int, ...]], segments: Sequence[int], reason: str) -> None:
         """Weights are cut in segments from the next pass on, besides those that they have.
 
         Args:
-            lengths: By name of the weight, the length of its dim that is cut.
+            cut: By name of the weight, its segments in this pass.
             segments: What an operation needs, of a dim that stands for that one and may have another length.
             reason: The operation.
         """
-        for name, length in lengths.items():
+        for name, present in cut.items():
             if name in self._forced or name in self.rejected:
                 continue
-            found = self._merged(name, length, segments)
-            if found is None:
+            known = self.segments.get(name, present)
+            found = self._merged(known, segments)
+            if found is None or found == present:
                 self.reject([name], reason)
-                continue
-            self.segments[name] = found
-            self.count += 1
+            elif found != known:
+                self.segments[name] = found
+                self.count += 1
 
     def start(self, name: str, segments: tuple[int, ...]) -> None:
         """A weight is known to be packed of these."""
@@ -75,13 +76,11 @@ class Decisions:
         if name in self.segments:
             self.segments[other] = self.segments[name]
 
-    def _merged(self, name: str, length: int, segments: Sequence[int]) -> tuple[int, ...] | None:
-        """The segments of a weight with more boundaries; None if that is impossible or nothing new."""
-        before = self.segments.get(name, (length,))
-        scale = Fraction(length, sum(segments))
+    def _merged(self, before: tuple[int, ...], segments: Sequence[int]) -> tuple[int, ...] | None:
+        """The segments of a weight with more boundaries; None if they cannot be."""
+        scale = Fraction(sum(before), sum(segments))
         bounds: set[int | Fraction] = {0, *accumulate(before), *(each * scale for each in accumulate(segments))}
         merged = [end - start for start, end in pairwise(sorted(bounds))]
         if len(merged) > _MOST_PARTS or any(each % self._size for each in merged):
             return None
-        found = tuple(int(each) for each in merged)
-        return None if found == before else found
+        return tuple(int(each) for each in merged)

@@ -216,8 +216,8 @@ class TensorTrace(Observer):
             if count > _MOST_PACKED:
                 self._decisions.reject(origins, str(refusal))
                 return
-        lengths = {name: self._now.weights.styles[name][1].length for name in origins}
-        self._decisions.need(lengths, refusal.segments, str(refusal))
+        cut = {name: self._now.weights.styles[name][1].segments for name in origins}
+        self._decisions.need(cut, refusal.segments, str(refusal))
 
     def computed(self, function: str, args: Any, shards: Sequence[TracedShard], result: Any) -> None:
         """Notes what shards were of use for."""

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,104 +12,10 @@ import torch.nn.functional as F
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torchmetrics import MeanMetric
-from torchmetrics.functional import accuracy
 
-from lightning_3d.errors import ModuleError
-from lightning_3d.graph.blocks import find_stacks
-from lightning_3d.graph.fake_run import FakeRun, fake_run
-from lightning_3d.graph.observer import EndPass, Observer, Proceed, ProceedModule, Scene, ValueRead
-
-WIDTH, CLASSES = 8, 5
-
-
-class Block(nn.Module):
-    def __init__(self, index: int, rate: float = 0.0) -> None:
-        super().__init__()
-        self.index, self.rate = index, rate
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        self.seen += 1
-        self.last = x
-        return F.dropout(x + self.linear(x), self.rate), memory
-
-
-class Stacked(L.LightningModule):
-    def __init__(self, blocks: list[Block]) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(blocks)
-        self.head = nn.Linear(WIDTH, CLASSES)
-        self.metric = MeanMetric()
-        self.history: list[float] = []
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = memory = self.first(x)
-        for block in self.blocks:
-            x, memory = block(x, memory)
-        return self.head(x), memory
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        x, target = batch
-        logits, memory = self(x + torch.rand(()))
-        assert memory.shape == x.shape
-        loss = F.cross_entropy(logits, target)
-        self.metric(loss)
-        self.history.append(random.random())
-        np.random.rand()
-        return loss
-
-
-class Watcher(Observer):
-    """Writes down what it sees, and makes passes as it is told."""
-
-    def __init__(self, passes: int = 1, accepts: bool = False) -> None:
-        self.passes, self.accepts = passes, accepts
-        self.functions: list[tuple[str | None, str]] = []
-        self.modules: list[str] = []
-        self.repeats: list[tuple[str, str]] = []
-        self.reads: list[ValueRead] = []
-        self.outputs: list[Any] = []
-        self.parameters: set[str] = set()
-
-    def begin(self, scene: Scene) -> None:
-        self.scene = scene
-
-    def around_function(self, function: Any, args: Any, kwargs: Any, proceed: Proceed) -> Any:
-        self.functions.append((self.scene.block, function.__name__))
-        self.parameters.update(filter(None, map(self.scene.name_of, args)))
-        return proceed(function, args, kwargs)
-
-    def around_module(self, name: str, args: Any, kwargs: Any, proceed: ProceedModule) -> Any:
-        self.modules.append(name)
-        return proceed(args, kwargs)
-
-    def repeated(self, block: str, first: str) -> None:
-        self.repeats.append((block, first))
-
-    def value_read(self, read: ValueRead) -> bool:
-        self.reads.append(read)
-        return self.accepts
-
-    def end(self, output: Any) -> bool:
-        self.outputs.append(output)
-        return len(self.outputs) < self.passes
-
-
-def batch(samples: int = 4) -> tuple[Tensor, Tensor]:
-    return torch.linspace(-1, 1, samples * WIDTH).view(samples, WIDTH), torch.arange(samples) % CLASSES
-
-
-def run(module: L.LightningModule, *observers: Observer, step: Callable[[], Any] | None = None) -> FakeRun:
-    made = batch()
-    return fake_run(
-        module,
-        step or (lambda: module.training_step(made, 0)),
-        stacks=find_stacks(module),
-        observers=observers,
-    )
+from lightning_3d.graph.fake_run import FakeRun
+from lightning_3d.graph.observer import EndPass, Observer, Proceed, ProceedModule
+from tests.unit.graph.stacked import CLASSES, WIDTH, Block, Reads, Stacked, Watcher, batch, run
 
 
 def test_blocks_that_repeat_run_once() -> None:
@@ -266,90 +171,6 @@ def test_the_first_observer_stands_outermost() -> None:
 
     run(Stacked([Block(0), Block(1)]), Named("outer"), Named("inner"))
     assert seen == ["outer", "inner"] * 2
-
-
-# ---- values ----
-
-
-class Reads(Stacked):
-    """Reads a hidden state in the way of the test."""
-
-    def __init__(self, read: Callable[[Tensor], Any]) -> None:
-        super().__init__([Block(0), Block(1)])
-        self.read = read
-        self.got: list[Any] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.read(self.head(batch[0]))
-
-
-def test_a_value_that_nobody_lets_pass_is_an_error_with_its_line() -> None:
-    module = Reads(lambda logits: logits.sum().item())
-    with pytest.raises(ModuleError, match=r"item in the step \(.*test_fake_run.py:\d+\) reads values") as caught:
-        run(module)
-    assert "torch.where" in str(caught.value)
-
-
-def test_the_innermost_module_and_its_call_are_told() -> None:
-    class Router(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x[(x > 0).any(-1).nonzero()[:, 0]]
-
-    module = Stacked([Block(0), Block(1)])
-    module.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), Router(), nn.Linear(WIDTH, CLASSES))
-    watcher = Watcher(accepts=True)
-    run(module, watcher)
-    (read,) = watcher.reads
-    assert (read.function, read.module) == ("nonzero", "head.1")
-    assert "test_fake_run.py" in read.line
-    assert read.call is not None
-    assert read.call.args[0].shape == (4, WIDTH)
-
-
-@pytest.mark.parametrize(
-    ("read", "expected"),
-    [
-        (lambda logits: logits.sum().item(), 1.0),
-        (lambda logits: int(logits.argmax()), 1),
-        (lambda logits: bool((logits > 0).all()), False),
-        (lambda logits: logits.argmax(-1).tolist(), [1, 1, 1, 1]),
-        (lambda logits: logits.detach().numpy().shape, (4, CLASSES)),
-        (lambda logits: logits[logits > 0].shape, (4 * CLASSES,)),
-        (lambda logits: (logits > 0).nonzero().shape, (4 * CLASSES, 2)),
-        (lambda logits: float(accuracy(logits, torch.zeros(4, dtype=torch.long), "multiclass", num_classes=5)), 1.0),
-    ],
-    ids=["item", "int", "bool", "tolist", "numpy", "mask", "nonzero", "accuracy"],
-)
-def test_made_up_values(read: Callable[[Tensor], Any], expected: Any) -> None:
-    watcher = Watcher(accepts=True)
-    run(Reads(read), watcher)
-    assert watcher.outputs == [expected]
-    assert watcher.reads
-
-
-@pytest.mark.parametrize(
-    ("read", "expected"),
-    [
-        (lambda logits: bool(logits.isnan().any()), False),
-        (lambda logits: bool(torch.isfinite(logits).all()), True),
-        (lambda logits: logits[torch.tensor([True, False, True, True])].shape, (3, CLASSES)),
-        (lambda logits: logits.masked_select(torch.arange(4)[:, None] < 2).shape, (2 * CLASSES,)),
-    ],
-    ids=["nan", "finite", "mask of the batch", "masked_select"],
-)
-def test_what_reads_no_hidden_value(read: Callable[[Tensor], Any], expected: Any) -> None:
-    watcher = Watcher()
-    run(Reads(read), watcher)
-    assert watcher.outputs == [expected]
-
-
-def test_operators_without_a_fake_form_are_named() -> None:
-    @torch.library.custom_op("lightning_3d_tests::doubled", mutates_args=())
-    def doubled(x: Tensor) -> Tensor:
-        return 2 * x
-
-    with pytest.raises(ModuleError, match="lightning_3d_tests"):
-        run(Reads(doubled))
 
 
 # ---- manual optimization ----
