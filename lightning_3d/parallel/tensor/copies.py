@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -58,10 +59,12 @@ class Whole:
     Attributes:
         names: First names of parameters, by the identity of the module's own.
         tensors: New parameters, buffers and other tensors, likewise.
+        dtype: That of floating ones.
     """
 
     names: Mapping[int, str]
     tensors: Mapping[int, Tensor]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,18 +108,22 @@ def whole_tensors(
         if id(tensor) not in found:
             value = _plain(names[id(tensor)], tensor, values, dtype)
             found[id(tensor)] = torch.zeros(tensor.shape, dtype=tensor.dtype) if value is None else value
-    return Whole({key: names[key] for key in parameters}, found)
+    return Whole({key: names[key] for key in parameters}, found, dtype)
 
 
-def copied(module: LightningModule, tensors: Mapping[int, Tensor]) -> LightningModule:
+def copied(module: LightningModule, tensors: Mapping[int, Tensor], dtype: torch.dtype) -> LightningModule:
     """Returns a copy of a module that holds other tensors, at the same Trainer.
 
     Args:
         module: The module.
         tensors: What the copy has in the place of the module's own tensors, by their identity. They are not copied.
+        dtype: That of floating ones.
     """
     twin = copy.deepcopy(module, dict(tensors))
     twin._trainer = module._trainer
+    for child in twin.modules():
+        if isinstance(child, _DeviceDtypeModuleMixin):
+            child._device, child._dtype = torch.device("cpu"), dtype
     return twin
 
 

@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -109,24 +110,34 @@ def proof_key(module: nn.Module, call: StepCall, plan: TensorPlan) -> str | None
 
 
 def _sources(module: nn.Module) -> list[tuple[str, str]] | None:
-    """A digest of each class of the module and of each file that the user wrote; None if a class has no source."""
-    found = {str(file): _digest(file.read_bytes()) for file in _user_files()}
-    for cls in {cls for child in module.modules() for cls in type(child).__mro__}:
-        if cls.__module__.split(".")[0] in _BY_VERSION:
-            continue
+    """A digest of each class of the module and of each file that they need; None if a class has no source."""
+    found: dict[str, str] = {}
+    classes = {cls for child in module.modules() for cls in type(child).__mro__}
+    classes = {cls for cls in classes if cls.__module__.split(".")[0] not in _BY_VERSION}
+    for cls in classes:
         try:
             found[f"{cls.__module__}.{cls.__qualname__}"] = _digest(inspect.getsource(cls).encode())
         except (OSError, TypeError):
             return None
-    return sorted(found.items())
+    files = _files({__name__, *(cls.__module__ for cls in classes)})
+    return sorted([*found.items(), *((str(file), _digest(file.read_bytes())) for file in files)])
 
 
-def _user_files() -> set[Path]:
-    """The files of all modules that are loaded and were not installed: a class may call functions of any."""
+def _files(names: set[str]) -> set[Path]:
+    """The files of modules, and of all modules from which they have something, but for installed ones."""
     libraries = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-    files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-    own = {Path(file) for file in files if isinstance(file, str) and not file.startswith(libraries)}
-    return {file for file in own if file.is_file()}
+    found: dict[str, Path] = {}
+    waiting = sorted(names)
+    while waiting:
+        name = waiting.pop()
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if name in found or not isinstance(file, str) or file.startswith(libraries) or not Path(file).is_file():
+            continue
+        found[name] = Path(file)
+        held = vars(sys.modules[name]).values()
+        waiting += [value.__name__ for value in held if isinstance(value, ModuleType)]
+        waiting += [where for value in held if isinstance(where := getattr(value, "__module__", None), str)]
+    return set(found.values())
 
 
 def _digest(source: bytes) -> str:

@@ -101,7 +101,9 @@ def run_alone(module: LightningModule, call: StepCall, tensors: Whole, states: R
     """
     _set_rng_states(states)
     leaves = {name: tensors.tensors[key] for key, name in tensors.names.items()}
-    twin = copied(module, {**_own_others(tensors), **{key: tensors.tensors[key] for key in tensors.names}})
+    twin = copied(
+        module, {**_own_others(tensors), **{key: tensors.tensors[key] for key in tensors.names}}, tensors.dtype
+    )
     return _outcome(twin, call, leaves)
 
 
@@ -122,7 +124,7 @@ def run_ranks(
     def rank(group: ShardGroup) -> Outcome:
         _set_rng_states(states)
         leaves, shown = _local(tensors, plan, group)
-        twin = copied(module, {**_own_others(tensors), **shown})
+        twin = copied(module, {**_own_others(tensors), **shown}, tensors.dtype)
         run_regions(twin, plan.regions, group)
         outcome = _outcome(twin, call, leaves)
         for name in plan.partial & outcome.gradients.keys():
@@ -143,19 +145,22 @@ def errors_of(alone: Outcome, ranks: Sequence[Outcome], layouts: Mapping[str, La
         ranks: What each rank gave, in order.
         layouts: How parameters are cut.
     """
-    values = [
-        _error(found, expected, float(expected.abs().max()))
-        for outcome in ranks
-        for found, expected in zip(outcome.values, alone.values, strict=True)
-        if expected.numel()
-    ]
+    value = max((_value_error(alone.values, outcome.values) for outcome in ranks), default=0.0)
     scale = _SMALLEST * largest(gradient for gradient in alone.gradients.values() if gradient is not None)
     gradients = {}
     for name, expected in alone.gradients.items():
         parts = [outcome.gradients[name] for outcome in ranks]
         if expected is not None or any(part is not None for part in parts):
             gradients[name] = _gradient_error(expected, parts, layouts.get(name), scale)
-    return Errors(value=max(values, default=0.0), gradients=gradients)
+    return Errors(value=value, gradients=gradients)
+
+
+def _value_error(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
+    """The largest error of what one rank gave."""
+    if [value.shape for value in expected] != [value.shape for value in found]:
+        return float("inf")
+    pairs = zip(found, expected, strict=True)
+    return max((_error(own, value, max(largest([value]), _SMALLEST)) for own, value in pairs), default=0.0)
 
 
 def _gradient_error(

@@ -64,6 +64,13 @@ def _proved(module: L.LightningModule, call: StepCall, **options: Any) -> Proof:
     return found
 
 
+def _proved_by_plan_of_net(module: Net) -> Proof:
+    call = training(_batch())
+    found = prove(module, call, planned(Net(), call))
+    assert isinstance(found, Proof), found
+    return found
+
+
 # ---- what is exact ----
 
 
@@ -221,10 +228,7 @@ def test_statistics_of_each_copy_are_its_own() -> None:
             self.norm.eval()
             return self.last(self.norm(self.first(batch))).square().mean()
 
-    call = training(_batch())
-    found = prove(Normalised(), call, planned(Net(), call))
-    assert isinstance(found, Proof)
-    assert found.error < 1e-12
+    assert _proved_by_plan_of_net(Normalised()).error < 1e-12
 
 
 def test_a_model_that_cannot_compute_in_fp64_is_proved_in_fp32() -> None:
@@ -242,10 +246,27 @@ def test_gathering_over_processes_asks_nobody() -> None:
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             return self.all_gather(self(batch), sync_grads=True).square().mean()
 
-    call = training(_batch())
-    module = Gathering()
-    plan = planned(Net(), call)
-    assert isinstance(prove(module, call, plan), Proof)
+    assert _proved_by_plan_of_net(Gathering()).error < 1e-12
+
+
+def test_copies_know_their_dtype_and_device() -> None:
+    class Asking(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self(batch.to(self.device, self.dtype)).square().mean()
+
+    module = Asking()
+    module._device = torch.device("meta")
+    assert _proved_by_plan_of_net(module).precision == "float64"
+    assert module.device.type == "meta"
+
+
+def test_a_loss_of_zero_is_no_error() -> None:
+    class Zero(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss = self(batch).square().mean()
+            return loss - loss.detach()
+
+    assert _proved_by_plan_of_net(Zero()).value_error < 1e-9
 
 
 # ---- what is not ----
@@ -341,6 +362,17 @@ def test_a_sum_that_one_rank_leaves_out_is_caught(monkeypatch: pytest.MonkeyPatc
     reduce = nodes.reduce
     monkeypatch.setattr(nodes, "reduce", lambda value, group: reduce(value, group) * (1 + 0.01 * group.rank))
     _assert_caught(module, call, plan)
+
+
+def test_a_step_that_gives_something_else_on_ranks_is_caught() -> None:
+    class Different(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            loss = self(batch).square().mean()
+            return {"loss": loss, "more": loss} if isinstance(self.first.weight, ShardTensor) else {"loss": loss}
+
+    call = training(_batch())
+    with pytest.raises(PlanError, match=r"the loss is off by inf, relative to one device"):
+        prove(Different(), call, planned(Net(), call))
 
 
 def test_a_step_that_fails_on_ranks_alone_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

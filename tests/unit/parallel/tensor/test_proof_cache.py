@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -123,6 +124,17 @@ def test_a_changed_line_changes_the_key(sources: Sources, files: dict[str, str])
     key = _key(sources.build())
     sources.write(**files)
     assert _key(sources.build()) != key
+
+
+def test_files_that_the_model_needs_nothing_of_do_not_change_the_key(
+    sources: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of another command loads other files."""
+    key = _key(sources.build())
+    (tmp_path / "other.py").write_text("x = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("other")
+    assert _key(sources.build()) == key
 
 
 def test_attributes_change_the_key(sources: Sources) -> None:
