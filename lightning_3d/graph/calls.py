@@ -87,9 +87,9 @@ def plain_calls(module: nn.Module) -> None:
         module.__dict__[_FORWARD_HANDLER] = None
 
 
-def shadow(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[[], None]:
-    """Has ``module.<name>`` be ``method``; returns what puts back the one before."""
-    attributes = module.__dict__
+def shadow(owner: object, name: str, method: Callable[..., Any]) -> Callable[[], None]:
+    """Has ``owner.<name>`` be ``method``, of a module or another object; returns what puts back the one before."""
+    attributes = owner.__dict__
     before = attributes.get(name)
     attributes[name] = method
 

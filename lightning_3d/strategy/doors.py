@@ -1,4 +1,4 @@
-"""Methods of a LightningModule through which something enters or leaves the mesh while a Trainer runs it."""
+"""Methods of a LightningModule and its callbacks that must know the mesh while a Trainer runs it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from lightning_3d.graph.calls import shadow
 
@@ -16,7 +19,7 @@ _TOGGLES = ("toggle_optimizer", "untoggle_optimizer")
 
 
 class ModuleDoors:
-    """Makes ``log`` and the toggles of optimizers mean on a mesh what they mean on one device.
+    """Makes ``log``, toggles of optimizers and finetuning callbacks mean on a mesh what they mean on one device.
 
     Args:
         module: The user's module, its parameters this rank's part of them.
@@ -40,6 +43,9 @@ class ModuleDoors:
         # Bound to the module, so that a copy of it has doors of its own.
         self._opened.append(shadow(self._module, "log", MethodType(_log_whole, self._module)))
         self._opened += [shadow(self._module, name, self._followed(name)) for name in _TOGGLES]
+        for callback in self._module.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, BaseFinetuning):
+                self._opened.append(shadow(callback, "finetune_function", MethodType(_finetune, callback)))
 
     def close(self) -> None:
         """The methods are the class's own again."""
@@ -65,3 +71,18 @@ def _log_whole(self: LightningModule, name: str, value: Any, *args: Any, **optio
     """Logs a value that is computed from parts as one number: a part's would differ from rank to rank."""
     whole = value.full_tensor() if isinstance(value, DTensor) else value
     type(self).log(self, name, whole, *args, **options)
+
+
+def _finetune(self: BaseFinetuning, *args: Any) -> None:
+    """Lets parameters train, in a mode in which the callback may look for each of them in an optimizer."""
+    with _OfOneShape():
+        type(self).finetune_function(self, *args)
+
+
+class _OfOneShape(TorchFunctionMode):
+    """Tensors of different shapes are not equal; torch fails to compare them where they are cut differently."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.equal and args[0].shape != args[1].shape:
+            return False
+        return func(*args, **(kwargs or {}))
