@@ -38,7 +38,9 @@ class Body:
     def compile(self, backend: str) -> None:
         """Has it compiled in one graph at its next call; if that fails it goes on as it is."""
         if self.problem is None and self.best is self.function:
-            compiled = torch.compile(self.function, fullgraph=True, dynamic=False, backend=backend)
+            # Inductor would draw numbers of its own, so that masks would depend on what was compiled.
+            options: dict[str, Any] | None = {"fallback_random": True} if backend == "inductor" else None
+            compiled = torch.compile(self.function, fullgraph=True, dynamic=False, backend=backend, options=options)
             self.best = self._guarded(compiled)
 
     def _guarded(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
