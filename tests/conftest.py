@@ -1,4 +1,21 @@
+import os
+import tempfile
+from collections.abc import Iterator
+
 import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache() -> Iterator[None]:
+    """Keeps what a run remembers for the next one, such as proofs, out of the user's cache."""
+    with tempfile.TemporaryDirectory(prefix="cache-") as directory:
+        before = os.environ.get("XDG_CACHE_HOME")
+        os.environ["XDG_CACHE_HOME"] = directory
+        yield
+        if before is None:
+            del os.environ["XDG_CACHE_HOME"]
+        else:
+            os.environ["XDG_CACHE_HOME"] = before
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

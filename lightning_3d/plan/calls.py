@@ -10,7 +10,7 @@ from torchmetrics import Metric
 from lightning_3d.graph.blocks import containers, outer_modules
 from lightning_3d.graph.calls import Call, Handler, around_calls, plain_calls
 from lightning_3d.parallel.tensor.doors import BlockDoor, whole
-from lightning_3d.parallel.tensor.region_calls import run_regions
+from lightning_3d.parallel.tensor.regions.run import run_regions
 from lightning_3d.parallel.tensor.replay.block import ReplayOptions
 from lightning_3d.parallel.tensor.replay.blocks import Replays
 from lightning_3d.plan.engine import MeshEngine

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from lightning_3d.parallel.data.engine import DataEngine
 from lightning_3d.parallel.tensor.doors import whole
+from lightning_3d.parallel.tensor.reading.state import TensorState
 from lightning_3d.parallel.tensor.replay.block import BlockReport
 from lightning_3d.parallel.tensor.replay.blocks import Replays
-from lightning_3d.parallel.tensor.state import TensorState
 
 
 class MeshEngine:

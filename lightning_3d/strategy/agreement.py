@@ -11,9 +11,9 @@ from lightning.pytorch import LightningModule
 from lightning_3d.errors import Lightning3DError, PlanError
 from lightning_3d.initial.replay import InitTape
 from lightning_3d.parallel.tensor.plan import TensorPlan
-from lightning_3d.parallel.tensor.proof import startup_proof
-from lightning_3d.parallel.tensor.proved import Proof, Skipped
-from lightning_3d.parallel.tensor.ranks import StepCall
+from lightning_3d.parallel.tensor.proof.prove import startup_proof
+from lightning_3d.parallel.tensor.proof.ranks import StepCall
+from lightning_3d.parallel.tensor.proof.result import Proof, Skipped
 from lightning_3d.plan import Plan
 from lightning_3d.strategy.first_step import FirstStep
 

@@ -42,10 +42,12 @@ class LoaderEnds:
     Args:
         collectives: Reductions over the data axis.
         uneven: "stop" or "error", for training loaders that end unevenly.
+        alike: Makes a loader give the same on all ranks of one position of the data axis.
     """
 
-    def __init__(self, collectives: DataCollectives, uneven: str) -> None:
+    def __init__(self, collectives: DataCollectives, uneven: str, alike: Callable[[Any], Any]) -> None:
         self._collectives = collectives
+        self._alike = alike
         self._error = uneven == "error"
         self._own: list[float] = []
         self._missing: list[int] = []
@@ -68,17 +70,14 @@ class LoaderEnds:
             # Augmentation in workers must be equal inside a model group and differ between data ranks.
             _auto_add_worker_init_fn(loader, self._collectives.data.rank())
         if self._alone:
-            return loader
-        length = sized_len(loader)
-        if not trainer.training:
-            if length is None:
-                return _AgreedLoader(loader, self, trainer, repeat)
-            loader = _without_repeats(loader, trainer)
-            self._extremes(sized_len(loader) or 0)
-            return loader
-        if length is None:
-            return _AgreedLoader(loader, self, trainer, None)
-        return self._of_equal_length(loader, length)
+            return self._alike(loader)
+        if sized_len(loader) is None:
+            return _AgreedLoader(self._alike(loader), self, trainer, None if trainer.training else repeat)
+        if trainer.training:
+            return self._of_equal_length(self._alike(loader), sized_len(loader) or 0)
+        loader = _without_repeats(loader, trainer)
+        self._extremes(sized_len(loader) or 0)
+        return self._alike(loader)
 
     def has_batch(self, here: bool, *, training: bool, first: bool) -> bool:
         """Returns whether the data ranks go on together: all must have a batch in training, one in evaluation.

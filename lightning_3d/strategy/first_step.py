@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.trainer.states import TrainerFn
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_unflatten
 
 from lightning_3d.batches.peek import first_batch
 from lightning_3d.errors import BatchError
+from lightning_3d.graph.calls import shadow
 from lightning_3d.precision import Mesh3DPrecision
 
 _STAGES: Mapping[TrainerFn, str] = {
@@ -75,6 +77,8 @@ class FirstStep:
         combined = self._loaders()
         batches = []
         for loader in combined.flattened:
+            # Its workers may start now.
+            _auto_add_worker_init_fn(loader, self._data_rank)
             batch, begun = first_batch(loader)
             if batch is None:
                 raise BatchError(
@@ -93,7 +97,10 @@ class FirstStep:
             "test": self._trainer.test_loop,
             "predict": self._trainer.predict_loop,
         }
-        given = _request_dataloader(loops[self._stage]._data_source)
+        source = loops[self._stage]._data_source
+        given = _request_dataloader(source)
+        if source.is_module():
+            _give_once_more(source.instance, source.name, given)
         if isinstance(given, CombinedLoader):
             return given
         return CombinedLoader(given, "max_size_cycle" if self._stage == "training" else "sequential")
@@ -115,3 +122,13 @@ class FirstStep:
 def _nested(combined: CombinedLoader, batches: Iterable[Any]) -> Any:
     """Batches in the structure in which the user gave the loaders."""
     return tree_unflatten(list(batches), combined._spec)
+
+
+def _give_once_more(owner: object, name: str, loaders: Any) -> None:
+    """Has the next call of a hook return what it has returned already; then it is the user's own again."""
+
+    def give() -> Any:
+        put_back()
+        return loaders
+
+    put_back = shadow(owner, name, give)

@@ -18,7 +18,7 @@ from lightning_3d.graph.parameters import class_name
 from lightning_3d.initial.broadcast import BufferBroadcast
 from lightning_3d.initial.replay import InitTape
 from lightning_3d.mesh.spec import MeshSpec
-from lightning_3d.parallel.tensor.proved import Proof, Skipped
+from lightning_3d.parallel.tensor.proof.result import Proof, Skipped
 from lightning_3d.parallel.tensor.replay.block import BlockReport
 from lightning_3d.plan import MeshEngine, Plan, apply_plan, make_plan
 from lightning_3d.precision import Mesh3DPrecision

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_flatten
@@ -27,12 +28,63 @@ def share_generators(group: dist.ProcessGroup) -> None:
     """
     if group.size() == 1:
         return
-    states: list[Any] = [(random.getstate(), np.random.get_state(), torch.get_rng_state())]
+    states: list[Any] = [_collect_rng_states(include_cuda=False)]
     dist.broadcast_object_list(states, group_src=0, group=group)
-    python, numpy, generator = states[0]
-    random.setstate(python)
-    np.random.set_state(numpy)
-    torch.set_rng_state(generator)
+    _set_rng_states(states[0])
+
+
+def alike(loader: Any, group: dist.ProcessGroup) -> Any:
+    """Returns a loader that gives the same on every rank of a group, also where one rank draws numbers of its own.
+
+    Args:
+        loader: Any iterable of batches.
+        group: Ranks that see the same samples.
+    """
+    return loader if group.size() == 1 else _AlikeLoader(loader, group)
+
+
+class _AlikeLoader:
+    """A loader whose ranks draw the same numbers for an order, for workers, and for batches; else the loader itself."""
+
+    def __init__(self, loader: Any, group: dist.ProcessGroup) -> None:
+        vars(self).update(_loader=loader, _group=group)
+
+    def __iter__(self) -> Iterator[Any]:
+        share_generators(self._group)
+        return self._batches(iter(self._loader))
+
+    def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        before = _draws()
+        for index, batch in enumerate(batches):
+            if index == 0:
+                # All decide alike, so that none waits for the others alone.
+                shared = _any_of(before != _draws(), self._group)
+            yield batch
+            if shared:
+                share_generators(self._group)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(vars(self)["_loader"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._loader, name, value)
+
+
+def _draws() -> tuple[Any, ...]:
+    """What changes when something draws a number."""
+    kind, key, position, *_ = np.random.get_state()
+    return random.getstate(), (kind, bytes(key), position), torch.get_rng_state().numpy().tobytes()
+
+
+def _any_of(found: bool, group: dist.ProcessGroup) -> bool:
+    answers: list[Any] = [None] * group.size()
+    dist.all_gather_object(answers, found, group=group)
+    return any(answers)
 
 
 class ReplicaCheck:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from lightning_3d.random.streams import RandomStreams
 from lightning_3d.strategy.checkpoints import CheckpointDoor
 from lightning_3d.strategy.collectives import DataCollectives
 from lightning_3d.strategy.ends import LoaderEnds
-from lightning_3d.strategy.replicas import ReplicaCheck
+from lightning_3d.strategy.replicas import ReplicaCheck, alike
 
 
 class RunOnMesh:
@@ -42,7 +43,7 @@ class RunOnMesh:
         self.seed = _agreed_seed(self.world_group)
         self.streams = RandomStreams(self.seed, [device]) if config.layout_free_random else None
         self.collectives = DataCollectives(self.data_group, self.world_group, device)
-        self.ends = LoaderEnds(self.collectives, config.uneven)
+        self.ends = LoaderEnds(self.collectives, config.uneven, partial(alike, group=self.tensor_group))
         self.checkpoints = CheckpointDoor(
             distributed=config.save_distributed_checkpoint, group=self.world_group, device=device
         )

@@ -21,8 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_3d.graph.calls import around_forward
 from lightning_3d.parallel.tensor.apply import apply_tensor
+from lightning_3d.parallel.tensor.reading.state import TensorState
 from lightning_3d.parallel.tensor.replay.block import Replay
-from lightning_3d.parallel.tensor.state import TensorState
 from lightning_3d.shards.executor import Shard
 from lightning_3d.shards.group import ProcessShardGroup
 from lightning_3d.shards.layout import Layout

@@ -1,4 +1,4 @@
-"""Scenarios that a Trainer runs on tensor-parallel ranks and on one device; every rank must see what one device sees."""
+"""Scenarios for a Trainer on tensor-parallel ranks and on one device; every rank must see what one device sees."""
 
 from __future__ import annotations
 

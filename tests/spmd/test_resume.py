@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_3d import Mesh3DPrecision, Mesh3DStrategy
-from tests.parity.measure import whole
 from tests.parity.catalog import build, global_batches
+from tests.parity.measure import whole
 from tests.parity.models import NextToken
 from tests.spmd.fits import QUIET, loader, share
 from tests.spmd.pool import run_spmd

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.parity.measure import whole
 from tests.parity.catalog import build, global_batches
+from tests.parity.measure import whole
 from tests.parity.models import NextToken
 from tests.spmd.fits import loader, share, trainer
 from tests.spmd.pool import run_spmd

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_3d import Mesh3DStrategy
-from tests.parity.measure import whole
 from tests.parity.catalog import global_batches
+from tests.parity.measure import whole
 from tests.parity.models import VOCABULARY, NextToken
 from tests.spmd.fits import loader, normal, trainer
 from tests.spmd.pool import run_spmd

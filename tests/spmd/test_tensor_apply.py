@@ -21,8 +21,8 @@ from lightning_3d.parallel.data.engine import DataEngine
 from lightning_3d.parallel.data.plan import plan_data
 from lightning_3d.parallel.tensor.apply import apply_tensor
 from lightning_3d.parallel.tensor.doors import BlockDoor
-from lightning_3d.parallel.tensor.leaves import slots_of
-from lightning_3d.parallel.tensor.state import TensorState
+from lightning_3d.parallel.tensor.reading.leaves import slots_of
+from lightning_3d.parallel.tensor.reading.state import TensorState
 from lightning_3d.shards import nodes
 from lightning_3d.shards.executor import Shard
 from lightning_3d.shards.gathered import gathered

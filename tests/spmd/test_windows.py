@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_3d import Mesh3DPrecision, Mesh3DStrategy
-from tests.parity.measure import whole
 from tests.parity.catalog import build, global_batches
+from tests.parity.measure import whole
 from tests.spmd.pool import run_spmd
 
 MODEL, SAMPLES, BATCHES, RANKS = "HF GPT-2 (tied)", 4, 10, 2

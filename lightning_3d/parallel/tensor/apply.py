@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import ModuleError
 from lightning_3d.graph.parameters import marks_kept
-from lightning_3d.parallel.tensor.aliases import Place, find_aliases
-from lightning_3d.parallel.tensor.leaves import Activity, ClassKey, Hook, Reading, Slot, swap_class
-from lightning_3d.parallel.tensor.state import TensorState
+from lightning_3d.parallel.tensor.reading.aliases import Place, find_aliases
+from lightning_3d.parallel.tensor.reading.leaves import Activity, ClassKey, Hook, Reading, Slot, swap_class
+from lightning_3d.parallel.tensor.reading.state import TensorState
 from lightning_3d.shards.group import ShardGroup
 from lightning_3d.shards.layout import Layout
 

@@ -12,9 +12,9 @@ import torch
 from lightning_3d.errors import PlanError
 from lightning_3d.graph.parameters import ParameterInfo, ParameterTable
 from lightning_3d.parallel.tensor.overrides import ForcedStyle, Overrides
-from lightning_3d.parallel.tensor.regions import Region, RegionPlan
-from lightning_3d.parallel.tensor.trace import Traced
-from lightning_3d.parallel.tensor.traffic import Traffic
+from lightning_3d.parallel.tensor.regions.plan import Region, RegionPlan
+from lightning_3d.parallel.tensor.trace.observer import Traced
+from lightning_3d.parallel.tensor.trace.traffic import Traffic
 from lightning_3d.shards.layout import Layout
 from lightning_3d.units import format_count
 

@@ -15,8 +15,8 @@ from lightning_3d.graph.parameters import ParameterTable
 from lightning_3d.parallel.tensor.hints import hinted_regions
 from lightning_3d.parallel.tensor.overrides import Overrides, plan_overrides
 from lightning_3d.parallel.tensor.plan import TensorPlan, plan_tensor
-from lightning_3d.parallel.tensor.regions import Region, RegionPlan, plan_regions, region_candidates
-from lightning_3d.parallel.tensor.trace import TensorTrace, Traced
+from lightning_3d.parallel.tensor.regions.plan import Region, RegionPlan, plan_regions, region_candidates
+from lightning_3d.parallel.tensor.trace.observer import TensorTrace, Traced
 
 Step = Callable[[], Any]
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from lightning_3d.parallel.tensor.trial import CallSample
+from lightning_3d.parallel.tensor.regions.trial import CallSample
 
 HIDDEN = 32
 

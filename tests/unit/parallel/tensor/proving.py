@@ -12,7 +12,7 @@ from lightning_3d.graph.blocks import find_stacks
 from lightning_3d.graph.parameters import parameter_table
 from lightning_3d.parallel.tensor.plan import TensorPlan
 from lightning_3d.parallel.tensor.planning import find_tensor_plan
-from lightning_3d.parallel.tensor.ranks import StepCall
+from lightning_3d.parallel.tensor.proof.ranks import StepCall
 from tests.parity.tensor_models import TENSOR_MODELS
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_3d.graph.blocks import find_stacks
 from lightning_3d.graph.parameters import parameter_table
 from lightning_3d.parallel.tensor.planning import find_tensor_plan
-from lightning_3d.parallel.tensor.traffic import Traffic
+from lightning_3d.parallel.tensor.trace.traffic import Traffic
 from tests.parity.catalog import build, global_batches
 from tests.parity.models import NextToken
 from tests.unit.parallel.tensor.planned import plan, plan_of, styles

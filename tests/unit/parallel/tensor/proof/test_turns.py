@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_3d.parallel.tensor.turns import run_in_turns
+from lightning_3d.parallel.tensor.proof.turns import run_in_turns
 from lightning_3d.shards.group import ShardGroup, ShardOptions
 
 

@@ -12,8 +12,8 @@ from lightning_3d.errors import PlanError
 from lightning_3d.graph.parameters import parameter_table
 from lightning_3d.parallel.tensor.hints import hinted_regions
 from lightning_3d.parallel.tensor.overrides import Overrides, plan_overrides
-from lightning_3d.parallel.tensor.regions import Candidate, RegionPlan, plan_regions, region_candidates
-from lightning_3d.parallel.tensor.trial import CallSample
+from lightning_3d.parallel.tensor.regions.plan import Candidate, RegionPlan, plan_regions, region_candidates
+from lightning_3d.parallel.tensor.regions.trial import CallSample
 from lightning_3d.shards.layout import Layout
 from tests.unit.parallel.tensor.experts import HIDDEN, Mixture, Stacked, mixtral, qwen, routed
 

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_3d.graph.calls import shadow
 from lightning_3d.graph.stand_ins import without_metrics
-from lightning_3d.parallel.tensor.regions import Region
+from lightning_3d.parallel.tensor.regions.plan import Region
 
 # Relative to the size of a parameter, and what counts as its size at least: what a model begins with as zeros hides
 # mistakes.

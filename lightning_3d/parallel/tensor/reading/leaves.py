@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from typing_extensions import Self
 
 from lightning_3d.errors import ModuleError
-from lightning_3d.parallel.tensor.aliases import alias_properties
+from lightning_3d.parallel.tensor.reading.aliases import alias_properties
 from lightning_3d.shards import executor
 from lightning_3d.shards.gathered import gathered
 from lightning_3d.shards.group import ShardGroup

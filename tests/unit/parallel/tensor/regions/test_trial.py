@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.parallel.tensor.pairs import Pair, find_pairs
-from lightning_3d.parallel.tensor.trial import CallSample, NoTrial, Scale, Trial, trials
+from lightning_3d.parallel.tensor.regions.pairs import Pair, find_pairs
+from lightning_3d.parallel.tensor.regions.trial import CallSample, NoTrial, Scale, Trial, trials
 from lightning_3d.shards.layout import Layout
 
 

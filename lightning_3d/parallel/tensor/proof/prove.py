@@ -19,11 +19,10 @@ from lightning.pytorch import LightningModule
 from lightning_3d.errors import Lightning3DError, PlanError
 from lightning_3d.graph.quiet import quiet
 from lightning_3d.graph.stand_ins import without_optimizers
-from lightning_3d.parallel.tensor.copies import Names, Values, Whole, cast, whole_tensors
 from lightning_3d.parallel.tensor.plan import TensorPlan
-from lightning_3d.parallel.tensor.proof_cache import ProofCache, proof_key
-from lightning_3d.parallel.tensor.proved import Proof, Skipped
-from lightning_3d.parallel.tensor.ranks import (
+from lightning_3d.parallel.tensor.proof.cache import ProofCache, proof_key
+from lightning_3d.parallel.tensor.proof.copies import Names, Values, Whole, cast, whole_tensors
+from lightning_3d.parallel.tensor.proof.ranks import (
     Errors,
     Outcome,
     RandomStates,
@@ -32,7 +31,8 @@ from lightning_3d.parallel.tensor.ranks import (
     run_alone,
     run_ranks,
 )
-from lightning_3d.parallel.tensor.shrink import Piece, fewer_blocks, pieces, positions
+from lightning_3d.parallel.tensor.proof.result import Proof, Skipped
+from lightning_3d.parallel.tensor.proof.shrink import Piece, fewer_blocks, pieces, positions
 from lightning_3d.units import format_bytes, format_seconds
 
 # Relative errors; real mistakes show as 1e-2 to 1. A model in fp64 may still compute in fp32 inside.

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.parallel.tensor.shrink import (
+from lightning_3d.parallel.tensor.proof.shrink import (
     fewer_blocks,
     fewer_samples,
     fewer_tokens,

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from lightning_3d.parallel.tensor.decisions import Decisions
-from lightning_3d.parallel.tensor.traced import TracedShard
+from lightning_3d.parallel.tensor.trace.decisions import Decisions
+from lightning_3d.parallel.tensor.trace.shard import TracedShard
 
 # A pair of weights whose inner width is at most this part of its outer one computes too little for its sums.
 _NARROW = 4

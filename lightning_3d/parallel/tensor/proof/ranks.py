@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_3d.batches.weights import loss_of
-from lightning_3d.parallel.tensor.copies import Heard, Whole, copied, listened
 from lightning_3d.parallel.tensor.doors import whole
 from lightning_3d.parallel.tensor.plan import TensorPlan
-from lightning_3d.parallel.tensor.region_calls import run_regions
-from lightning_3d.parallel.tensor.turns import run_in_turns
+from lightning_3d.parallel.tensor.proof.copies import Heard, Whole, copied, listened
+from lightning_3d.parallel.tensor.proof.turns import run_in_turns
+from lightning_3d.parallel.tensor.regions.run import run_regions
 from lightning_3d.shards.executor import Shard
 from lightning_3d.shards.group import ShardGroup, ShardOptions
 from lightning_3d.shards.layout import Layout

@@ -12,12 +12,12 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_3d.parallel.tensor import proof_cache
 from lightning_3d.parallel.tensor.plan import ParameterStyle, TensorPlan
-from lightning_3d.parallel.tensor.proof_cache import ProofCache, default_directory, proof_key
-from lightning_3d.parallel.tensor.proved import Proof
-from lightning_3d.parallel.tensor.ranks import StepCall
-from lightning_3d.parallel.tensor.regions import Region
+from lightning_3d.parallel.tensor.proof import cache as proof_cache
+from lightning_3d.parallel.tensor.proof.cache import ProofCache, default_directory, proof_key
+from lightning_3d.parallel.tensor.proof.ranks import StepCall
+from lightning_3d.parallel.tensor.proof.result import Proof
+from lightning_3d.parallel.tensor.regions.plan import Region
 from lightning_3d.shards.layout import Layout
 from tests.unit.parallel.tensor.proving import training
 

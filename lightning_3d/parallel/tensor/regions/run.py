@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 
 from lightning_3d.errors import ModuleError
 from lightning_3d.graph.calls import Call, around_forward
-from lightning_3d.parallel.tensor.regions import Output, Region
-from lightning_3d.parallel.tensor.trial import holding
+from lightning_3d.parallel.tensor.regions.plan import Output, Region
+from lightning_3d.parallel.tensor.regions.trial import holding
 from lightning_3d.shards import nodes
 from lightning_3d.shards.gathered import gathered
 from lightning_3d.shards.group import ShardGroup

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_3d.errors import ModuleError
 from lightning_3d.parallel.tensor.apply import apply_tensor
-from lightning_3d.parallel.tensor.state import TensorState
+from lightning_3d.parallel.tensor.reading.state import TensorState
 from lightning_3d.shards import executor
 from lightning_3d.shards.group import ProcessShardGroup
 from lightning_3d.shards.layout import Layout

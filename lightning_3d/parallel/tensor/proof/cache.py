@@ -24,8 +24,8 @@ from torch.utils import _pytree as pytree
 from lightning_3d.graph.parameters import parameter_table
 from lightning_3d.log import get_logger
 from lightning_3d.parallel.tensor.plan import TensorPlan
-from lightning_3d.parallel.tensor.proved import Proof
-from lightning_3d.parallel.tensor.ranks import StepCall
+from lightning_3d.parallel.tensor.proof.ranks import StepCall
+from lightning_3d.parallel.tensor.proof.result import Proof
 
 _log = get_logger(__name__)
 # Distributions whose versions stand for the source of their classes.

@@ -18,14 +18,14 @@ from torch.utils import _pytree as pytree
 
 from lightning_3d.graph.observer import EndPass, Function, Observer, Proceed, ProceedModule, Scene, ValueRead
 from lightning_3d.graph.parameters import ParameterTable
-from lightning_3d.parallel.tensor.decisions import Decisions
-from lightning_3d.parallel.tensor.entries import ENTRIES, Weights
 from lightning_3d.parallel.tensor.overrides import ForcedStyle
-from lightning_3d.parallel.tensor.regions import Region
-from lightning_3d.parallel.tensor.traced import TracedShard, TraceGroup
-from lightning_3d.parallel.tensor.traffic import Traffic, backward_traffic
-from lightning_3d.parallel.tensor.trial import CallSample
-from lightning_3d.parallel.tensor.worth import Uses
+from lightning_3d.parallel.tensor.regions.plan import Region
+from lightning_3d.parallel.tensor.regions.trial import CallSample
+from lightning_3d.parallel.tensor.trace.decisions import Decisions
+from lightning_3d.parallel.tensor.trace.entries import ENTRIES, Weights
+from lightning_3d.parallel.tensor.trace.shard import TracedShard, TraceGroup
+from lightning_3d.parallel.tensor.trace.traffic import Traffic, backward_traffic
+from lightning_3d.parallel.tensor.trace.worth import Uses
 from lightning_3d.shards import nodes
 from lightning_3d.shards.gathered import gathered
 from lightning_3d.shards.layout import Layout

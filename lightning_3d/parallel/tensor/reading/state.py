@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.parallel.tensor.doors import whole
-from lightning_3d.parallel.tensor.leaves import Activity, PartialSum, read_leaf, slots_of
+from lightning_3d.parallel.tensor.reading.leaves import Activity, PartialSum, read_leaf, slots_of
 from lightning_3d.shards.group import ShardGroup
 
 

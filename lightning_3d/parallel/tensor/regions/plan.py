@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 
 from lightning_3d.graph.parameters import ParameterTable
 from lightning_3d.parallel.tensor.overrides import ForcedStyle, Overrides, numberless
-from lightning_3d.parallel.tensor.pairs import find_pairs
-from lightning_3d.parallel.tensor.trial import CallSample, NoTrial, Run, Trial, trials
+from lightning_3d.parallel.tensor.regions.pairs import find_pairs
+from lightning_3d.parallel.tensor.regions.trial import CallSample, NoTrial, Run, Trial, trials
 from lightning_3d.shards.layout import Layout
 
 Output = Literal["sum", "same"]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.parallel.tensor.overrides import numberless
-from lightning_3d.parallel.tensor.trial import Trial
+from lightning_3d.parallel.tensor.regions.trial import Trial
 from lightning_3d.shards.layout import Layout
 
 # Changes below this many rounding errors are none.

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.graph.observer import Function, Scene
-from lightning_3d.parallel.tensor.decisions import Decisions
 from lightning_3d.parallel.tensor.overrides import ForcedStyle
-from lightning_3d.parallel.tensor.traced import TracedShard, TraceGroup
-from lightning_3d.parallel.tensor.worth import Uses
+from lightning_3d.parallel.tensor.trace.decisions import Decisions
+from lightning_3d.parallel.tensor.trace.shard import TracedShard, TraceGroup
+from lightning_3d.parallel.tensor.trace.worth import Uses
 from lightning_3d.shards.layout import Layout
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_3d.errors import ModuleError, PlanError
-from lightning_3d.parallel.tensor import proof as proof_file
-from lightning_3d.parallel.tensor import ranks
 from lightning_3d.parallel.tensor.plan import TensorPlan
-from lightning_3d.parallel.tensor.proof import prove, startup_proof
-from lightning_3d.parallel.tensor.proof_cache import ProofCache
-from lightning_3d.parallel.tensor.proved import Proof, Skipped
-from lightning_3d.parallel.tensor.ranks import StepCall
-from lightning_3d.parallel.tensor.regions import Region
+from lightning_3d.parallel.tensor.proof import prove as proof_file
+from lightning_3d.parallel.tensor.proof import ranks
+from lightning_3d.parallel.tensor.proof.cache import ProofCache
+from lightning_3d.parallel.tensor.proof.prove import prove, startup_proof
+from lightning_3d.parallel.tensor.proof.ranks import StepCall
+from lightning_3d.parallel.tensor.proof.result import Proof, Skipped
+from lightning_3d.parallel.tensor.regions.plan import Region
 from lightning_3d.shards import nodes
 from lightning_3d.shards.executor import Shard
 from lightning_3d.shards.group import ShardGroup

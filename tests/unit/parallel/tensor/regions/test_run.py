@@ -15,9 +15,9 @@ from lightning_3d.graph.parameters import parameter_table
 from lightning_3d.parallel.tensor.apply import apply_tensor
 from lightning_3d.parallel.tensor.hints import hinted_regions
 from lightning_3d.parallel.tensor.overrides import Overrides
-from lightning_3d.parallel.tensor.region_calls import run_regions
-from lightning_3d.parallel.tensor.regions import Region, plan_regions, region_candidates
-from lightning_3d.parallel.tensor.trial import CallSample
+from lightning_3d.parallel.tensor.regions.plan import Region, plan_regions, region_candidates
+from lightning_3d.parallel.tensor.regions.run import run_regions
+from lightning_3d.parallel.tensor.regions.trial import CallSample
 from lightning_3d.shards.executor import Shard
 from lightning_3d.shards.group import ProcessShardGroup
 from lightning_3d.shards.layout import Layout

@@ -1,0 +1,1 @@
+"""The numerical proof of a plan, on ranks that are threads."""

@@ -1,0 +1,1 @@
+"""How parameters read while a step runs, and how their gradients arrive."""

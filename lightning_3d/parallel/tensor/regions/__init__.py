@@ -1,0 +1,1 @@
+"""Local regions: modules that run on local weights, such as experts."""

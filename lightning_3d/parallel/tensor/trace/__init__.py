@@ -1,0 +1,1 @@
+"""Watching a fake run: how weights meet their inputs, and what cannot be cut."""
