@@ -40,7 +40,7 @@ SOURCE = """
 import lightning as L
 from torch import nn
 
-from {helpers} import scaled
+from {scaling} import scaled
 
 
 class Model(L.LightningModule):
@@ -53,7 +53,7 @@ class Model(L.LightningModule):
     def training_step(self, batch, batch_idx):
         return scaled(self.layer(batch)).mean()
 """
-HELPERS = """
+SCALING = """
 def scaled(x):
     return 2 * x
 """
@@ -68,9 +68,9 @@ class Sources:
         self._monkeypatch = monkeypatch
         self.write()
 
-    def write(self, model: str = SOURCE, helpers: str = HELPERS) -> None:
-        self._load("users_helpers", helpers)
-        self._model = self._load("users_model", model.format(helpers="users_helpers"))
+    def write(self, model: str = SOURCE, scaling: str = SCALING) -> None:
+        self._load("users_scaling", scaling)
+        self._model = self._load("users_model", model.format(scaling="users_scaling"))
 
     def build(self, **options: Any) -> L.LightningModule:
         module: L.LightningModule = self._model.Model(**options)
@@ -116,7 +116,7 @@ def test_the_same_model_has_the_same_key(sources: Sources) -> None:
     "files",
     [
         {"model": SOURCE.replace("self.layer(batch)", "self.layer(2 * batch)")},
-        {"helpers": HELPERS.replace("2 * x", "3 * x")},
+        {"scaling": SCALING.replace("2 * x", "3 * x")},
     ],
     ids=["class", "function"],
 )

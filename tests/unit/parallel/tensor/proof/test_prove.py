@@ -4,72 +4,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_3d.errors import ModuleError, PlanError
-from lightning_3d.parallel.tensor.plan import TensorPlan
 from lightning_3d.parallel.tensor.proof import prove as proof_file
-from lightning_3d.parallel.tensor.proof import ranks
 from lightning_3d.parallel.tensor.proof.cache import ProofCache
 from lightning_3d.parallel.tensor.proof.prove import prove, startup_proof
 from lightning_3d.parallel.tensor.proof.ranks import StepCall
 from lightning_3d.parallel.tensor.proof.result import Proof, Skipped
-from lightning_3d.parallel.tensor.regions.plan import Region
-from lightning_3d.shards import nodes
-from lightning_3d.shards.executor import Shard
-from lightning_3d.shards.group import ShardGroup
-from lightning_3d.shards.layout import Layout
 from lightning_3d.shards.rules import contractions
-from lightning_3d.shards.tensor import ShardTensor
 from tests.parity.tensor_models import FP32_INSIDE, TENSOR_MODELS
-from tests.unit.parallel.tensor.experts import Mixture
-from tests.unit.parallel.tensor.proving import known, planned, training
-
-
-class Net(L.LightningModule):
-    """A stack of two-layer blocks between two maps, as long as needed; ``loss`` may be replaced."""
-
-    def __init__(self, blocks: int = 3, width: int = 16) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, width)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(blocks)
-        )
-        self.last = nn.Linear(width, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.last(x)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        return self(batch).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def _batch(samples: int = 4) -> Tensor:
-    return torch.randn(samples, 8, generator=torch.Generator().manual_seed(0))
-
-
-def _proved(module: L.LightningModule, call: StepCall, **options: Any) -> Proof:
-    found = prove(module, call, planned(module, call), **options)
-    assert isinstance(found, Proof), found
-    return found
-
-
-def _proved_by_plan_of_net(module: Net) -> Proof:
-    call = training(_batch())
-    found = prove(module, call, planned(Net(), call))
-    assert isinstance(found, Proof), found
-    return found
-
+from tests.unit.parallel.tensor.proving import Net, batch, known, planned, proved, proved_by_plan_of_net, training
 
 # ---- what is exact ----
 
@@ -97,7 +45,7 @@ def test_sequence_parallel_plans_are_exact(name: str) -> None:
 
 def test_one_block_of_a_stack_is_enough() -> None:
     module = Net(blocks=5)
-    found = _proved(module, training(_batch()))
+    found = proved(module, training(batch()))
     assert found.piece == "one block of each kind, few samples"
     assert found.parameters == 8
 
@@ -110,7 +58,7 @@ def test_a_step_that_counts_its_blocks_is_proved_on_all_of_them() -> None:
                 x = self.blocks[index](x)
             return self.last(x)
 
-    found = _proved(Counting(), training(_batch()))
+    found = proved(Counting(), training(batch()))
     assert found.piece == "all blocks, few samples"
     assert found.parameters == 16
 
@@ -141,7 +89,7 @@ def test_random_numbers_are_those_of_one_device() -> None:
             hidden = self.blocks[0][0](self.first(batch))
             return (out.square().mean() + (hidden * torch.rand_like(hidden)).mean()) * torch.rand(())
 
-    assert _proved(Noisy(), training(_batch())).error < 1e-12
+    assert proved(Noisy(), training(batch())).error < 1e-12
 
 
 @pytest.mark.parametrize("method", ["validation_step", "test_step", "predict_step"])
@@ -157,7 +105,7 @@ def test_other_steps_are_proved_by_what_they_give(method: str) -> None:
         def predict_step(self, batch: Tensor, batch_idx: int) -> list[Tensor]:
             return [self(batch), self.blocks[0][0](self.first(batch))]
 
-    found = _proved(Others(), StepCall(method=method, args=(_batch(), 0)))
+    found = proved(Others(), StepCall(method=method, args=(batch(), 0)))
     assert found.value_error < 1e-12
     assert found.error < 1e-12
     assert found.parameters > 0
@@ -169,7 +117,7 @@ def test_a_step_without_gradients_is_proved_by_its_values() -> None:
         def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             return self(batch)
 
-    found = _proved(Quiet(), StepCall(method="predict_step", args=(_batch(), 0)))
+    found = proved(Quiet(), StepCall(method="predict_step", args=(batch(), 0)))
     assert found.parameter is None
     assert found.value_error < 1e-12
     assert "gradients" not in str(found)
@@ -187,7 +135,7 @@ def test_manual_optimization_is_proved_by_what_it_calls_backward_with() -> None:
             self.manual_backward(self(batch).square().mean())
             optimizer.step()
 
-    found = _proved(Manual(), training(_batch()))
+    found = proved(Manual(), training(batch()))
     assert found.parameters == 8
     assert found.error < 1e-12
 
@@ -213,7 +161,7 @@ def test_frozen_and_unused_parameters() -> None:
     module = Net()
     module.first.weight.requires_grad_(False)
     module.unused = nn.Linear(16, 16)
-    found = _proved(module, training(_batch()))
+    found = proved(module, training(batch()))
     assert found.parameters == 7
 
 
@@ -228,7 +176,7 @@ def test_statistics_of_each_copy_are_its_own() -> None:
             self.norm.eval()
             return self.last(self.norm(self.first(batch))).square().mean()
 
-    assert _proved_by_plan_of_net(Normalised()).error < 1e-12
+    assert proved_by_plan_of_net(Normalised()).error < 1e-12
 
 
 def test_a_model_that_cannot_compute_in_fp64_is_proved_in_fp32() -> None:
@@ -236,7 +184,7 @@ def test_a_model_that_cannot_compute_in_fp64_is_proved_in_fp32() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x.float())
 
-    found = _proved(Single(), training(_batch()))
+    found = proved(Single(), training(batch()))
     assert found.precision == "float32"
     assert 0 < found.error < 1e-4
 
@@ -246,7 +194,7 @@ def test_gathering_over_processes_asks_nobody() -> None:
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             return self.all_gather(self(batch), sync_grads=True).square().mean()
 
-    assert _proved_by_plan_of_net(Gathering()).error < 1e-12
+    assert proved_by_plan_of_net(Gathering()).error < 1e-12
 
 
 def test_copies_know_their_dtype_and_device() -> None:
@@ -256,7 +204,7 @@ def test_copies_know_their_dtype_and_device() -> None:
 
     module = Asking()
     module._device = torch.device("meta")
-    assert _proved_by_plan_of_net(module).precision == "float64"
+    assert proved_by_plan_of_net(module).precision == "float64"
     assert module.device.type == "meta"
 
 
@@ -266,125 +214,7 @@ def test_a_loss_of_zero_is_no_error() -> None:
             loss = self(batch).square().mean()
             return loss - loss.detach()
 
-    assert _proved_by_plan_of_net(Zero()).value_error < 1e-9
-
-
-# ---- what is not ----
-
-
-def _assert_caught(module: L.LightningModule, call: StepCall, plan: TensorPlan, *, at_least: float = 1e-3) -> PlanError:
-    with pytest.raises(PlanError, match="is not exact") as caught:
-        prove(module, call, plan)
-    error = float(str(caught.value).split(" by ")[-1].split(",")[0])
-    assert error > at_least
-    return caught.value
-
-
-def test_a_row_weight_whose_sum_is_missing_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, call = Net(), training(_batch())
-    plan = planned(module, call)
-    assert any(row.style == "row" for row in plan.rows)
-    monkeypatch.setattr(contractions, "summed", lambda partial, shard, dim=-2: partial)
-    error = _assert_caught(module, call, plan)
-    assert "on 2 ranks" in error.fact
-    assert "tensor_plan={'" in str(error.fix)
-
-
-def test_a_gradient_that_is_not_summed_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights of norms on heads, each rank of which knows its heads only."""
-    module, call = known("HF Qwen3")
-    plan = planned(module, call)
-    norms = [name for name in plan.partial if name.endswith("_norm.weight")]
-    assert len(norms) == 4
-    copy = nodes.copy
-    monkeypatch.setattr(nodes, "copy", lambda value, group: value if value.dim() == 1 else copy(value, group))
-    error = _assert_caught(module, call, replace(plan, partial=frozenset()))
-    assert "2 of 14 gradients" in error.fact
-    assert "_norm.weight (replicate)" in error.fact
-
-
-def test_a_bias_that_is_added_on_every_rank_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Biases are zero in many fresh models, where the loss would tell nothing."""
-    module, call = Net(), training(_batch())
-    for name, parameter in module.named_parameters():
-        if name.endswith("bias"):
-            nn.init.zeros_(parameter)
-
-    def by_rows(x: Tensor, weight: ShardTensor, bias: Tensor | None, product: Any, dim: int | None) -> Tensor:
-        assert isinstance(x, ShardTensor)
-        return contractions.summed(product(x._local, weight._local, bias), weight, dim=dim)
-
-    plan = planned(module, call)
-    monkeypatch.setattr(contractions, "_by_rows", by_rows)
-    _assert_caught(module, call, plan)
-
-
-def test_packed_weights_in_wrong_segments_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, call = known("packed GPT (tied)")
-    plan = planned(module, call)
-    assert any(layout.segments == (32, 32, 32) for layout in plan.layouts.values())
-
-    def swapped(local: Tensor, dim: int, segments: tuple[int, ...], group: ShardGroup) -> Shard:
-        return Shard(local, dim, (sum(segments),), group)
-
-    monkeypatch.setattr(ranks, "Shard", swapped)
-    _assert_caught(module, call, plan)
-
-
-class Experts(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.moe, self.head = Mixture(inner=16), nn.Linear(32, 4)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.head(self.moe(batch)[0]).square().mean()
-
-
-# torch looks at gradients as it makes fake tensors, and hides its own warning.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_a_router_that_is_cut_in_a_region_is_caught() -> None:
-    module = Experts()
-    call = training(torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(0)))
-    plan = planned(module, call, tensor_plan={"moe": "local"})
-    assert isinstance(prove(module, call, plan), Proof)
-    (region,) = plan.regions
-    router = {"moe.router.weight": Layout(0, (4,))}
-    rows = tuple(
-        replace(row, style="column", layout=router[row.name]) if row.name in router else row for row in plan.rows
-    )
-    wrong = Region(module="moe", layouts={**region.layouts, **router}, outputs=region.outputs, error=region.error)
-    _assert_caught(module, call, replace(plan, rows=rows, regions=(wrong,)))
-
-
-def test_a_sum_that_one_rank_leaves_out_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, call = Net(), training(_batch())
-    plan = planned(module, call)
-    reduce = nodes.reduce
-    monkeypatch.setattr(nodes, "reduce", lambda value, group: reduce(value, group) * (1 + 0.01 * group.rank))
-    _assert_caught(module, call, plan)
-
-
-def test_a_step_that_gives_something_else_on_ranks_is_caught() -> None:
-    class Different(Net):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-            loss = self(batch).square().mean()
-            return {"loss": loss, "more": loss} if isinstance(self.first.weight, ShardTensor) else {"loss": loss}
-
-    call = training(_batch())
-    with pytest.raises(PlanError, match=r"the loss is off by inf, relative to one device"):
-        prove(Different(), call, planned(Net(), call))
-
-
-def test_a_step_that_fails_on_ranks_alone_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, call = Net(), training(_batch())
-    plan = planned(module, call)
-
-    def fails(*args: object, **kwargs: object) -> Tensor:
-        raise RuntimeError("no kernel\nfor this")
-
-    monkeypatch.setattr(contractions, "summed", fails)
-    with pytest.raises(PlanError, match=r"does not run on 2 tensor-parallel ranks: RuntimeError: no kernel\."):
-        prove(module, call, plan)
+    assert proved_by_plan_of_net(Zero()).value_error < 1e-9
 
 
 def test_errors_that_speak_for_themselves_are_passed_on() -> None:
@@ -401,7 +231,7 @@ def test_errors_that_speak_for_themselves_are_passed_on() -> None:
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             return Custom.apply(self.first(batch)).square().mean()
 
-    call = training(_batch())
+    call = training(batch())
     with pytest.raises(ModuleError, match="Custom"):
         prove(Foreign(), call, planned(Net(), call))
 
@@ -414,7 +244,7 @@ def test_a_step_that_gives_no_numbers_is_not_proved() -> None:
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             return self(batch).sum() * float("inf")
 
-    call = training(_batch())
+    call = training(batch())
     found = prove(Infinite(), call, planned(Net(), call))
     assert str(found) == (
         "not proved: the step runs on no small part of the model (it gives no finite loss, or no gradients)"
@@ -426,14 +256,14 @@ def test_a_module_that_cannot_be_copied_is_not_proved() -> None:
         def __deepcopy__(self, memo: object) -> None:
             raise TypeError("it holds a lock")
 
-    call = training(_batch())
+    call = training(batch())
     found = prove(Stuck(), call, planned(Net(), call))
     assert isinstance(found, Skipped)
     assert "TypeError: it holds a lock" in found.reason
 
 
 def test_what_needs_too_much_memory_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, call = Net(), training(_batch())
+    module, call = Net(), training(batch())
     plan = planned(module, call)
     monkeypatch.setattr(proof_file, "_MOST_BYTES", 2**10)
     found = prove(module, call, plan)
@@ -447,14 +277,14 @@ def test_what_needs_too_much_memory_is_not_begun(monkeypatch: pytest.MonkeyPatch
 def test_a_large_model_is_not_proved_at_startup(tmp_path: Any) -> None:
     with torch.device("meta"):
         module = Net(blocks=8, width=4096)
-    call = training(_batch())
+    call = training(batch())
     found = startup_proof(module, call, planned(module, call), cache=ProofCache(tmp_path))
     assert isinstance(found, Skipped)
     assert "at start-up 1.0 s at most; `lightning-3d verify` makes it" in found.reason
 
 
 def test_a_proof_is_made_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, call = Net(), training(_batch())
+    module, call = Net(), training(batch())
     plan, cache = planned(module, call), ProofCache(tmp_path)
     first = startup_proof(module, call, plan, cache=cache)
     assert isinstance(first, Proof)
@@ -467,7 +297,7 @@ def test_a_proof_is_made_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_failed_proof_is_not_kept(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, call = Net(), training(_batch())
+    module, call = Net(), training(batch())
     plan = planned(module, call)
     monkeypatch.setattr(contractions, "summed", lambda partial, shard, dim=-2: partial)
     with pytest.raises(PlanError):
