@@ -32,8 +32,11 @@ lint: $(VENV)/.with-test ## format, style and types
 parity: $(VENV)/.with-test ## every row against one device; writes docs/parity.md
 	$(ONE_THREAD) $(BIN)/python -m tests.parity.run --all
 
-bench: $(VENV)/.with-test ## step times beside Lightning's own strategies
+bench: $(VENV)/.with-test ## step times beside Lightning's own strategies and hand-written loops
 	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.data_axis
+	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.tensor_axis
+	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.replay_cost
+	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.shard_operations
 
 docs: $(VENV)/.with-docs ## write the map of the code, build the pages into site/
 	$(BIN)/python -m tests.contract.map
