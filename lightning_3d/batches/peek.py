@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,9 +61,10 @@ class BegunLoader:
     def peek(self) -> Any:
         """Returns the next batch of the iteration that is to come; begins it."""
         batches: Iterator[Any] = iter(self)
+        before = _states()
         batch = next(batches, _NO_BATCH)
         if batch is not _NO_BATCH:
-            vars(self)["_begun"] = itertools.chain([batch], batches)
+            vars(self)["_begun"] = _going_on(batch, batches, before, _states())
         return batch
 
     def load_state_dict(self, state: Any) -> None:
@@ -87,6 +87,34 @@ class BegunLoader:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._loader, name, value)
+
+
+def _going_on(batch: Any, batches: Iterator[Any], before: list[Any], after: list[Any]) -> Iterator[Any]:
+    """Gives a batch that was fetched before, and then the others.
+
+    A generator that nobody has used since goes on from where the batch had left it, so that the next batch draws other
+    numbers than this one did.
+    """
+    for kind, (then, left, now) in enumerate(zip(before, after, _states(), strict=True)):
+        if _same(then, now) and not _same(then, left):
+            _SETTERS[kind](left)
+    yield batch
+    yield from batches
+
+
+def _states() -> list[Any]:
+    """The states of Python's, numpy's and torch's generators."""
+    return [random.getstate(), np.random.get_state(), torch.get_rng_state()]
+
+
+_SETTERS: tuple[Callable[[Any], object], ...] = (random.setstate, np.random.set_state, torch.set_rng_state)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two states are equal."""
+    if isinstance(one, tuple):
+        return all(map(_same, one, other))
+    return np.array_equal(one, other)
 
 
 # ---- several loaders ----

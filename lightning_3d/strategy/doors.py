@@ -43,7 +43,7 @@ class ModuleDoors:
         # Bound to the module, so that a copy of it has doors of its own.
         self._opened.append(shadow(self._module, "log", MethodType(_log_whole, self._module)))
         self._opened += [shadow(self._module, name, self._followed(name)) for name in _TOGGLES]
-        for callback in self._module.trainer.callbacks:  # type: ignore[attr-defined]
+        for callback in getattr(self._module._trainer, "callbacks", ()):
             if isinstance(callback, BaseFinetuning):
                 self._opened.append(shadow(callback, "finetune_function", MethodType(_finetune, callback)))
 

@@ -30,8 +30,8 @@ _STAGES: Mapping[TrainerFn, str] = {
 class FirstStep:
     """Runs the step that a run is about to begin with, on its first batch.
 
-    Loaders are asked for as the run will do again later. What had to be taken out of a loader that cannot begin anew is
-    given back when that loader is used: see `loader`.
+    Loaders are asked for before the run does it, which is given the same ones. What had to be taken out of a loader
+    that cannot begin anew is given back when that loader is used: see `loader`.
 
     Attributes:
         method: Name of the module's method.
@@ -41,12 +41,16 @@ class FirstStep:
         trainer: The Trainer, its module connected and its data prepared.
         module: The module.
         precision: Gives the step its context, and batches their dtype.
+        data_rank: This rank's position on the data axis, for the seeds of loaders' workers.
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule, precision: Mesh3DPrecision) -> None:
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, precision: Mesh3DPrecision, *, data_rank: int
+    ) -> None:
         self._trainer = trainer
         self._module = module
         self._precision = precision
+        self._data_rank = data_rank
         assert trainer.state.fn is not None, "a run has begun"
         self._stage = _STAGES[trainer.state.fn]
         self._begun: dict[int, tuple[Any, Any]] = {}

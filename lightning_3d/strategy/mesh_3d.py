@@ -185,9 +185,7 @@ class Mesh3DStrategy(SavingStrategy):
         if self._applied is None or self._applied.module is not module:
             if self.mesh_spec.tensor > 1:
                 share_generators(self._on_mesh.tensor_group)
-                self._first_step = FirstStep(
-                    module.trainer, module, self._precision, data_rank=self.data_rank
-                )
+                self._first_step = FirstStep(module.trainer, module, self._precision, data_rank=self.data_rank)
             self._applied = apply_module(
                 module,
                 self._on_mesh,

@@ -17,6 +17,9 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_3d.errors import BatchError, ModuleError
 
+# Batches after which it is known whether a loader draws in this process; the first one may have been taken before.
+_LOOKED_AT = 2
+
 
 def share_generators(group: dist.ProcessGroup) -> None:
     """Gives every rank of a group the random states of its first: Python's, NumPy's and torch's on the CPU.
@@ -54,14 +57,16 @@ class _AlikeLoader:
         return self._batches(iter(self._loader))
 
     def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        before = _draws()
+        draws, before = False, _states()
         for index, batch in enumerate(batches):
-            if index == 0:
+            if index < _LOOKED_AT:
                 # All decide alike, so that none waits for the others alone.
-                shared = _any_of(before != _draws(), self._group)
+                draws = _any_of(draws or before != _states(), self._group)
             yield batch
-            if shared:
+            if draws:
                 share_generators(self._group)
+            if index < _LOOKED_AT:
+                before = _states()
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -75,10 +80,10 @@ class _AlikeLoader:
         setattr(self._loader, name, value)
 
 
-def _draws() -> tuple[Any, ...]:
+def _states() -> tuple[Any, ...]:
     """What changes when something draws a number."""
-    kind, key, position, *_ = np.random.get_state()
-    return random.getstate(), (kind, bytes(key), position), torch.get_rng_state().numpy().tobytes()
+    numpy: Any = np.random.get_state()
+    return random.getstate(), numpy[1].tobytes(), numpy[2:], torch.get_rng_state().numpy().tobytes()
 
 
 def _any_of(found: bool, group: dist.ProcessGroup) -> bool:
