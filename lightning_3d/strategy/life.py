@@ -186,7 +186,6 @@ def _nothing() -> None:
 
 
 def _folded(reports: Sequence[BlockReport]) -> list[str]:
-    """One line for all blocks that are replayed, one for each that is not."""
-    replayed = [report for report in reports if str(report).endswith(": replayed")]
-    lines = [f"{len(replayed)} of {len(reports)} blocks are replayed"] if reports else []
-    return lines + [str(report) for report in reports if report not in replayed]
+    """One line for all blocks that are replayed, one for each of which there is more to say."""
+    lines = [f"{sum(report.replayed for report in reports)} of {len(reports)} blocks are replayed"] if reports else []
+    return lines + [str(report) for report in reports if not report.replayed or report.reason]

@@ -204,7 +204,7 @@ TENSOR_MODELS: dict[str, tuple[Callable[[], Learner], Callable[[int, torch.Gener
         _tokens,
     ),
     "HF Phi3": (_decoder("Phi3Config/Phi3ForCausalLM", num_key_value_heads=4, pad_token_id=0), _tokens),
-    "HF GPT-NeoX": (_decoder("GPTNeoXConfig/GPTNeoXForCausalLM", hidden_dropout=0.1), _tokens),
+    "HF GPT-NeoX": (_decoder("GPTNeoXConfig/GPTNeoXForCausalLM", hidden_dropout=0.1, use_cache=False), _tokens),
     "packed GPT (tied)": (lambda: NextToken(PackedGPT()), _tokens),
     "packed GPT, eager attention": (lambda: NextToken(PackedGPT(fused=False)), _tokens),
     "nn.TransformerEncoder": MODELS["nn.TransformerEncoder"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,6 +16,15 @@ from lightning_3d.parallel.tensor.replay.writer import Constants, Writer, define
 from lightning_3d.shards.tensor import ShardTensor
 
 Read = Callable[[nn.Module, str], Tensor]
+# Calls that act on more than tensors.
+_NOT_COMPILED: Mapping[str, str] = MappingProxyType(
+    {
+        "update_cache": "it fills a key-value cache, which model.config.use_cache = False spares it",
+        **dict.fromkeys(
+            ("dropout_part", "attention_with_dropout", "random_part"), "it draws random numbers for cut tensors"
+        ),
+    }
+)
 Form = tuple[Any, ...]
 
 
@@ -37,6 +47,8 @@ class Body:
 
     def compile(self, backend: str) -> None:
         """Has it compiled in one graph at its next call; if that fails it goes on as it is."""
+        hindrance = next((why for call, why in _NOT_COMPILED.items() if f"{call}(" in self.text), None)
+        self.problem = self.problem or hindrance
         if self.problem is None and self.best is self.function:
             # Inductor would draw numbers of its own, so that masks would depend on what was compiled.
             options: dict[str, Any] | None = {"fallback_random": True} if backend == "inductor" else None
