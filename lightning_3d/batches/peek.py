@@ -60,8 +60,8 @@ class BegunLoader:
 
     def peek(self) -> Any:
         """Returns the next batch of the iteration that is to come; begins it."""
-        batches: Iterator[Any] = iter(self)
         before = _states()
+        batches: Iterator[Any] = iter(self)
         batch = next(batches, _NO_BATCH)
         if batch is not _NO_BATCH:
             vars(self)["_begun"] = _going_on(batch, batches, before, _states())

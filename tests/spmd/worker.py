@@ -6,6 +6,7 @@ import ctypes
 import datetime
 import faulthandler
 import gc
+import multiprocessing
 import os
 import pickle
 import random
@@ -79,6 +80,8 @@ def serve(rank: int, connection: Connection, stacks: str) -> None:
         stacks: File that gets this process' stack upon SIGUSR1.
     """
     _die_with_parent()
+    # Workers of loaders start as in a user's program; from a fork server they would import everything anew.
+    multiprocessing.set_start_method("fork", force=True)
     # Its own process group: Ctrl-C is the pool's business, and a kill reaches what the call has started.
     os.setpgid(0, 0)
     with open(stacks, "w") as file:
