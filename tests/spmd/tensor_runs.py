@@ -62,7 +62,7 @@ def seen_alike(scenario: Scenario, world: int = 2, *, timeout: float = 60, **str
     """Runs a scenario on one process and on several, compares what all saw, and returns what one process saw."""
     expected = run_spmd(_see, 1, scenario, {}, timeout=timeout)[0]
     for rank, found in enumerate(run_spmd(_see, world, scenario, strategy, timeout=timeout)):
-        _assert_same(found, expected, f"rank {rank}")
+        assert_same(found, expected, f"rank {rank}")
     return expected
 
 
@@ -71,24 +71,25 @@ def _see(rank: int, world: int, scenario: Scenario, strategy: dict[str, Any]) ->
     return scenario(Ranks(world=world, strategy=strategy))
 
 
-def _assert_same(found: Any, expected: Any, place: str) -> None:
+def assert_same(found: Any, expected: Any, place: str, *, close: float = _CLOSE) -> None:
+    """Compares nested values; numbers must be close, and everything else equal."""
     assert type(found) is type(expected), f"{place}: {type(found)} instead of {type(expected)}"
     if isinstance(expected, Record):
         difference = compare(found, expected)
         assert difference.within(FP64), f"{place}: {difference}"
     elif isinstance(expected, Tensor):
         assert found.shape == expected.shape, place
-        torch.testing.assert_close(found, expected, rtol=_CLOSE, atol=1e-12, msg=lambda text: f"{place}: {text}")
+        torch.testing.assert_close(found, expected, rtol=close, atol=1e-12, msg=lambda text: f"{place}: {text}")
     elif isinstance(expected, float):
-        assert math.isclose(found, expected, rel_tol=_CLOSE, abs_tol=1e-12), f"{place}: {found} instead of {expected}"
+        assert math.isclose(found, expected, rel_tol=close, abs_tol=1e-12), f"{place}: {found} instead of {expected}"
     elif isinstance(expected, dict):
         assert found.keys() == expected.keys(), place
         for key, value in expected.items():
-            _assert_same(found[key], value, f"{place}, {key}")
+            assert_same(found[key], value, f"{place}, {key}", close=close)
     elif isinstance(expected, (list, tuple)):
         assert len(found) == len(expected), place
         for index, value in enumerate(expected):
-            _assert_same(found[index], value, f"{place}, {index}")
+            assert_same(found[index], value, f"{place}, {index}", close=close)
     else:
         assert found == expected, f"{place}: {found} instead of {expected}"
 
