@@ -65,6 +65,17 @@ def gather_sum(part: Tensor, group: ShardGroup, dim: int, segments: Segments) ->
     return result
 
 
+def shared_copy(value: Tensor, group: ShardGroup) -> Tensor:
+    """Returns a replicated value for use on parts; uses of one value share the sum of their gradients."""
+    if not (torch.is_grad_enabled() and value.requires_grad):
+        return value
+    kept = group.shared_copy(value)
+    if kept is None:
+        kept = copy(value, group)
+        group.keep_copy(value, kept)
+    return kept
+
+
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: ShardGroup) -> Tensor:

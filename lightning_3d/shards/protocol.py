@@ -35,3 +35,10 @@ def one_call(
 def applied(function: Any, *args: Any) -> Any:
     """Applies an autograd function, whose ``apply`` torch leaves without types."""
     return function.apply(*args)
+
+
+def writes_to_first(function: Any) -> bool:
+    """Returns whether a function of torch changes its first argument."""
+    name = getattr(function, "__name__", "")
+    in_place = name.startswith("__i") and name != "__invert__"
+    return name == "__setitem__" or in_place or (name.endswith("_") and not name.endswith("__"))

@@ -2,7 +2,8 @@
 
 FSDP2 and activation checkpointing pass a block's tensors through autograd functions of their own, which do not see
 inside a shard: gradients of everything before the block would be lost without a sign. So shards in the arguments become
-their local parts above all hooks, and shards again below them; results likewise on their way out.
+their local parts above all hooks, and shards again below them; results likewise on their way out. Partial gradients
+end here.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from lightning_3d.errors import ModuleError
 from lightning_3d.graph.calls import Call, Handler, around_forward
 from lightning_3d.graph.parameters import class_name
 from lightning_3d.shards.gathered import gathered
+from lightning_3d.shards.partial import PartialTensor
 from lightning_3d.shards.tensor import ShardTensor
 
 Wrap = Callable[[Tensor], Tensor]
@@ -39,13 +41,17 @@ class Cuts:
 
 
 def locals_of(tree: Any) -> tuple[Any, Cuts | None]:
-    """Returns nested containers with the local parts of all shards, and how these were cut; None without shards."""
+    """Returns nested containers of plain tensors, of shards their local parts, and how these were cut, if any were."""
     leaves, structure = pytree.tree_flatten(tree)
-    wraps = {}
+    wraps, plain = {}, True
     for at, leaf in enumerate(leaves):
         if isinstance(leaf, ShardTensor):
             leaves[at], wraps[at] = _opened(leaf)
-    return (pytree.tree_unflatten(leaves, structure), Cuts(structure, wraps)) if wraps else (tree, None)
+        elif isinstance(leaf, PartialTensor):
+            leaves[at], plain = leaf.share, False
+    if plain and not wraps:
+        return tree, None
+    return pytree.tree_unflatten(leaves, structure), Cuts(structure, wraps) if wraps else None
 
 
 def shards_again(tree: Any, cuts: Cuts | None, owner: nn.Module) -> Any:
@@ -75,8 +81,13 @@ def shards_again(tree: Any, cuts: Cuts | None, owner: nn.Module) -> Any:
 
 
 def whole(tree: Any) -> Any:
-    """Returns nested containers with every shard gathered: what leaves a step."""
-    return pytree.tree_map_only(ShardTensor, gathered, tree)
+    """Returns nested containers of plain tensors, with every shard gathered: what leaves a step."""
+    return pytree.tree_map_only((ShardTensor, PartialTensor), replicated, tree)
+
+
+def replicated(value: ShardTensor | PartialTensor) -> Tensor:
+    """Returns what is no plain tensor as one, equal on all ranks as its gradient is."""
+    return value.share if isinstance(value, PartialTensor) else gathered(value)
 
 
 class BlockDoor:

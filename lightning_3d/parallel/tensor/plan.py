@@ -58,9 +58,10 @@ class TensorPlan:
     Attributes:
         size: Number of ranks.
         rows: Every parameter once, in module order.
-        traffic: All-reduces of each block in one micro-batch; "" stands for all outside of blocks.
+        traffic: Collectives of each block in one micro-batch; "" stands for all outside of blocks.
         regions: Modules that run on local weights.
-        partial: First names of replicated parameters that are used on parts: their gradients are summed.
+        partial: First names of replicated parameters that are used on parts: their gradients are summed together, once
+            for each optimizer step.
         sequence: Sequence parallelism.
     """
 
@@ -86,7 +87,13 @@ class TensorPlan:
         total = format_count(sum(row.numel for row in self.rows))
         sequence = ", sequences are cut" if self.sequence else ""
         lines = [f"tensor axis  {self.size} ranks, {self.share:.1%} of {total} parameters are cut{sequence}"]
-        lines += [f"  all-reduces  {line}" for line in _traffic_lines(self.traffic)]
+        lines += [f"  {line}" for line in _traffic_lines(self.traffic)]
+        later = [row for row in self.rows if row.name in self.partial]
+        if later:
+            size = format_count(sum(row.numel for row in later))
+            lines.append(
+                f"  one all-reduce for each optimizer step: gradients of {len(later)} parameters, {size} elements"
+            )
         told = [row for row in self.rows if row.layout is not None or row.reason]
         lines += _table([*_folded(told), *_region_rows(self.regions)])
         others = len(self.rows) - len(told)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from lightning_3d.parallel.tensor.overrides import Overrides, plan_overrides
 from lightning_3d.parallel.tensor.plan import TensorPlan, plan_tensor
 from lightning_3d.parallel.tensor.regions.plan import Region, RegionPlan, plan_regions, region_candidates
 from lightning_3d.parallel.tensor.trace.observer import TensorTrace, Traced
+from lightning_3d.parallel.tensor.trace.rehearsal import Rehearsal
 
 Step = Callable[[], Any]
 
@@ -64,7 +66,7 @@ def find_tensor_plan(
         regions = plan_regions(module, parameters, candidates, traced.calls, size, replicated=overrides.replicated)
     if regions.regions:
         traced = trace(size, regions=regions.regions, observers=observers)
-    return plan_tensor(
+    plan = plan_tensor(
         parameters,
         traced,
         overrides=overrides,
@@ -73,6 +75,33 @@ def find_tensor_plan(
         sequence=sequence,
         useful=lambda degree: bool(trace(degree).styles),
     )
+    rehearse = partial(_rehearsed, module, step, parameters, stacks)
+    if sequence:
+        # Cut sequences are met by other parameters than whole ones.
+        plan = dataclasses.replace(plan, partial=rehearse(dataclasses.replace(plan, partial=frozenset())).partial())
+    rehearsal = rehearse(plan)
+    return dataclasses.replace(plan, partial=plan.partial | _in_regions(plan), traffic=dict(rehearsal.traffic))
+
+
+def _rehearsed(
+    module: LightningModule, step: Step, parameters: ParameterTable, stacks: Sequence[Stack], plan: TensorPlan
+) -> Rehearsal:
+    rehearsal = Rehearsal(
+        parameters,
+        plan.size,
+        plan.layouts,
+        partial=plan.partial,
+        regions=plan.regions,
+        sequence=plan.sequence,
+    )
+    fake_run(module, step, stacks=stacks, observers=[rehearsal])
+    return rehearsal
+
+
+def _in_regions(plan: TensorPlan) -> frozenset[str]:
+    """What local regions hold whole: they use it on their part of the work."""
+    prefixes = tuple(f"{region.module}." for region in plan.regions)
+    return frozenset(row.name for row in plan.rows if row.layout is None and row.name.startswith(prefixes))
 
 
 def _traced(

@@ -13,15 +13,7 @@ from lightning_3d.shards.partial import PartialTensor
 
 def entered(value: Tensor, group: ShardGroup) -> Tensor:
     """Returns a replicated value for use on parts; uses of one value share the sum of their gradients."""
-    if isinstance(value, PartialTensor):
-        return value.leaf
-    if not (torch.is_grad_enabled() and value.requires_grad):
-        return value
-    kept = group.shared_copy(value)
-    if kept is None:
-        kept = nodes.copy(value, group)
-        group.keep_copy(value, kept)
-    return kept
+    return value.value if isinstance(value, PartialTensor) else nodes.shared_copy(value, group)
 
 
 def cut(value: Tensor, group: ShardGroup, dim: int, segments: tuple[int, ...]) -> Tensor:

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from lightning_3d.shards.executor import Shard
 from lightning_3d.shards.group import ShardGroup
+from lightning_3d.shards.partial import PartialTensor
 from lightning_3d.shards.protocol import one_call
 
 _MODULE, _CLASS = "transformers.cache_utils", "DynamicCache"
 # Layers that return what they are given as long as they are empty.
 _LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")
-# How a tensor is cut, or None if it is plain.
-Cut = tuple[int, tuple[int, ...], ShardGroup] | None
+# How a tensor is cut; the ranks alone if its gradient is partial, None if it is plain.
+Cut = tuple[int, tuple[int, ...], ShardGroup] | ShardGroup | None
 # A cache, which of its layers was updated, and the class of that layer.
 Update = tuple[Any, int, str]
 
@@ -111,8 +112,12 @@ def _noting(kind: type, refuse: Callable[[str], None], updates: list[Update]) ->
 def _opened(tensor: Tensor) -> tuple[Tensor, Cut]:
     if isinstance(tensor, Shard):
         return tensor._local, (tensor._dim, tensor._segments, tensor._group)
+    if isinstance(tensor, PartialTensor):
+        return tensor.value, tensor._group
     return tensor, None
 
 
 def _closed(tensor: Tensor, cut: Cut) -> Tensor:
+    if isinstance(cut, ShardGroup):
+        return PartialTensor(tensor, cut)
     return tensor if cut is None else Shard(tensor, *cut)

@@ -13,6 +13,7 @@ from lightning_3d.parallel.tensor.replay.caches import Update, fresh_layer, is_c
 from lightning_3d.parallel.tensor.replay.changes import Changes
 from lightning_3d.parallel.tensor.replay.surroundings import Surroundings
 from lightning_3d.parallel.tensor.replay.writer import Constants, Unwritable, a_kind, define, plain_text
+from lightning_3d.shards.partial import PartialTensor
 from lightning_3d.shards.tensor import ShardTensor
 
 Guard = Callable[[tuple[Any, ...], Mapping[str, Any]], "tuple[Any, ...] | None"]
@@ -75,6 +76,10 @@ class _ArgumentReader:
     def read(self, value: Any, place: str, label: str) -> None:
         if isinstance(value, ShardTensor):
             self._shard(value, place, label)
+        elif isinstance(value, PartialTensor):
+            self._is(f"type({place})", type(value))
+            self._is(f"{place}._group", value._group)
+            self.read(value._value, f"{place}._value", label)
         elif type(value) in (Tensor, nn.Parameter):
             self._is(f"type({place})", type(value))
             self._tensor(value, place)

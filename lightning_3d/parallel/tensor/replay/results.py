@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_3d.parallel.tensor.replay.writer import Constants, mapping_text, plain_text, sequence_text
+from lightning_3d.shards.partial import PartialTensor
 from lightning_3d.shards.tensor import ShardTensor
 
 
@@ -51,6 +52,9 @@ def take_apart(result: Any, constants: Constants) -> Results:
             kind = constants.name(type(value), type(value).__name__)
             group = constants.name(value._group, "group")
             return f"{kind}({text(value._local)}, {value._dim}, {value._segments!r}, {group})"
+        if isinstance(value, PartialTensor):
+            kind, group = constants.name(PartialTensor, "PartialTensor"), constants.name(value._group, "group")
+            return f"{kind}({placed(value._value)}, {group})"
         if isinstance(value, Tensor):
             return placed(value)
         if type(value) in (tuple, list):

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -23,14 +23,14 @@ from lightning_3d.parallel.tensor.regions.plan import Region
 from lightning_3d.parallel.tensor.regions.trial import CallSample
 from lightning_3d.parallel.tensor.trace.decisions import Decisions
 from lightning_3d.parallel.tensor.trace.entries import ENTRIES, Weights
+from lightning_3d.parallel.tensor.trace.meter import BlockNames, Meter
 from lightning_3d.parallel.tensor.trace.shard import TracedShard, TraceGroup
-from lightning_3d.parallel.tensor.trace.traffic import Traffic, backward_traffic
+from lightning_3d.parallel.tensor.trace.traffic import Traffic
 from lightning_3d.parallel.tensor.trace.worth import Uses
-from lightning_3d.shards import nodes
 from lightning_3d.shards.gathered import gathered
 from lightning_3d.shards.layout import Layout
+from lightning_3d.shards.protocol import writes_to_first
 from lightning_3d.shards.refusal import NeedsSegments, Unshardable
-from lightning_3d.shards.rules.entering import entered
 
 _VIEWS = ("view", "reshape", "unflatten", "view_as", "reshape_as")
 # A view that splits features in more parts than these splits them in heads, not in q, k and v.
@@ -45,8 +45,9 @@ class Traced:
         size: Number of ranks.
         styles: "column", "row" or "vocab" and the layout, by first names of the weights that can be cut.
         rejected: Why weights stay whole, by first names.
-        partial: First names of replicated parameters that are used on parts.
-        traffic: All-reduces of each block; "" stands for all outside of blocks.
+        partial: First names of replicated parameters that are used on parts only, perhaps by what is computed from
+            them.
+        traffic: Collectives of each block; "" stands for all outside of blocks.
         calls: How modules were called that may become regions: the sampled ones and those that read values.
         reads: In which line a module reads values of hidden states.
     """
@@ -66,21 +67,14 @@ class _Pass:
 
     scene: Scene
     group: TraceGroup
+    meter: Meter
     weights: Weights
     uses: Uses
     # How much was decided when it began.
     decided: int
     # Values that will be others in the next pass, by identity: nothing is decided about what they meet.
     unsure: dict[int, Tensor] = field(default_factory=dict)
-    traffic: dict[str, Traffic] = field(default_factory=dict)
-    # At the doors of blocks.
-    entering: list[Any] = field(default_factory=list)
-    leaving: list[Any] = field(default_factory=list)
-    partial: set[str] = field(default_factory=set)
-    # Sums that were counted inside of blocks.
-    inside: int = 0
-    # Whether the last call of a block was not computed, a region is running, a function has an unsure argument.
-    repeated: bool = False
+    # Whether a region is running, a function has an unsure argument.
     region: bool = False
     blind: bool = False
 
@@ -116,7 +110,7 @@ class TensorTrace(Observer):
         self._sampled = frozenset(sampled)
         self._pad_vocabulary = pad_vocabulary
         self._decisions = Decisions(size, forbidden or {}, self._forced)
-        self._first_names = {name: row.name for row in table.rows for name in row.names}
+        self._names = BlockNames(table)
         self._calls: dict[str, CallSample] = {}
         self._reads: dict[str, str] = {}
         self._pass: _Pass | None = None
@@ -127,8 +121,10 @@ class TensorTrace(Observer):
             size=self._size,
             styles=dict(self._now.weights.styles),
             rejected=dict(self._decisions.rejected),
-            partial=frozenset(self._now.partial - self._now.weights.styles.keys()),
-            traffic=dict(self._now.traffic),
+            partial=self._now.meter.partial(
+                {row.name: row.numel for row in self._table.rows}, frozenset(self._now.weights.styles)
+            ),
+            traffic=dict(self._now.meter.traffic),
             calls=dict(self._calls),
             reads=dict(self._reads),
         )
@@ -153,7 +149,7 @@ class TensorTrace(Observer):
         """Blocks are told apart by what was decided about their weights before the trace."""
         return tuple(
             (name.removeprefix(block), str(self._forced.get(first, "")), first in self._decisions.rejected)
-            for name, first in self._inside(block)
+            for name, first in self._names.inside(block)
         ) + tuple(name.removeprefix(block) for name in self._regions if name.startswith(f"{block}."))
 
     def begin(self, scene: Scene) -> None:
@@ -161,7 +157,14 @@ class TensorTrace(Observer):
         group = TraceGroup(self._size, self)
         uses = Uses(self._decisions)
         weights = Weights(scene, group, self._decisions, uses, self._forced, self._pad_vocabulary)
-        self._pass = _Pass(scene=scene, group=group, weights=weights, uses=uses, decided=self._decisions.count)
+        self._pass = _Pass(
+            scene=scene,
+            group=group,
+            meter=Meter(scene, group),
+            weights=weights,
+            uses=uses,
+            decided=self._decisions.count,
+        )
 
     def end(self, output: Any) -> bool:
         """Asks for another pass if this one has taught anything."""
@@ -169,7 +172,7 @@ class TensorTrace(Observer):
         if not self._changed:
             leaves = pytree.tree_leaves(output)
             now.uses.ended([leaf for leaf in leaves if isinstance(leaf, TracedShard)])
-            self._add_traffic("", now.group.sums - now.inside, [*leaves, *now.entering], now.leaving)
+            now.meter.finish(leaves)
             now.uses.judge(now.weights.styles)
         return self._changed
 
@@ -194,12 +197,14 @@ class TensorTrace(Observer):
         entry = None if now.blind else ENTRIES.get(function)
         if entry is not None:
             args, kwargs = entry(now.weights, args, kwargs)
+        operands = now.meter.calls.operands_of((args, kwargs))
         result = proceed(function, args, kwargs)
         if now.blind or count != self._decisions.count:
-            written = args[:1] if _writes(function) else ()
+            written = args[:1] if writes_to_first(function) else ()
             now.unsure.update((id(leaf), leaf) for leaf in pytree.tree_leaves((written, result)))
         else:
             now.weights.follow(function, args, result)
+            now.meter.calls.note(function, operands, result)
         return result
 
     def refused(self, function: str, shards: Sequence[TracedShard], refusal: Unshardable) -> None:
@@ -239,35 +244,23 @@ class TensorTrace(Observer):
             self._calls.setdefault(name, CallSample(args=args, kwargs=kwargs))
         if name in self._regions:
             return self._region(name, args, kwargs, proceed)
-        before, now.repeated = now.group.sums, False
+        return now.meter.call(name, args, kwargs, partial(self._made, proceed))
+
+    def _made(self, proceed: ProceedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = proceed(args, kwargs)
         if self._changed:
             raise EndPass
-        if name in now.scene.blocks:
-            inputs, outputs = pytree.tree_leaves((args, kwargs)), pytree.tree_leaves(output)
-            now.entering += inputs
-            now.leaving += outputs
-            if not now.repeated:
-                now.inside += now.group.sums - before
-                self._add_traffic(name, now.group.sums - before, outputs, inputs)
-        now.repeated = False
         return output
 
     def repeated(self, block: str, first: str) -> None:
         """What was found for one block holds for its twin."""
-        now = self._now
-        now.repeated = True
-        if block == first:
-            return
-        for name, origin in self._inside(first):
-            twin = self._first_names[block + name.removeprefix(first)]
+        now, twins = self._now, self._names.twins(block, first)
+        now.meter.repeated(block, first, twins)
+        for origin, twin in twins.items():
             if twin != origin:
                 now.weights.copy(origin, twin)
                 now.uses.copy(origin, twin)
                 self._decisions.copy(origin, twin)
-                if origin in now.partial:
-                    now.partial.add(twin)
-        now.traffic[block] = now.traffic[first]
 
     def _region(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], proceed: ProceedModule) -> Any:
         now = self._now
@@ -275,29 +268,10 @@ class TensorTrace(Observer):
             if isinstance(leaf, TracedShard):
                 self._decisions.reject(leaf.origins, f"the local region {name} needs it whole")
         args, kwargs = pytree.tree_map_only(TracedShard, gathered, (args, kwargs))
-        with torch._C.DisableTorchFunction():
-            args, kwargs = pytree.tree_map_only(Tensor, lambda value: entered(value, now.group), (args, kwargs))
         now.region = True
-        output = proceed(args, kwargs)
+        output = now.meter.region(self._regions[name], args, kwargs, proceed)
         now.region = False
-        training = next(child.training for child, each in now.scene.modules.items() if each == name)
-        leaves, structure = pytree.tree_flatten(output)
-        with torch._C.DisableTorchFunction():
-            leaves = [
-                nodes.reduce(leaf, now.group) if kind == "sum" else leaf
-                for leaf, kind in zip(leaves, self._regions[name].outputs[training], strict=True)
-            ]
-        return pytree.tree_unflatten(leaves, structure)
-
-    def _inside(self, block: str) -> list[tuple[str, str]]:
-        return [(name, first) for name, first in self._first_names.items() if name.startswith(f"{block}.")]
-
-    def _add_traffic(self, block: str, forward: int, outputs: Sequence[Any], inputs: Sequence[Any] = ()) -> None:
-        now = self._now
-        backward, partial = backward_traffic(outputs, inputs, now.scene)
-        now.partial |= partial
-        before = now.traffic.get(block, Traffic(forward=0, backward=0))
-        now.traffic[block] = before + Traffic(forward=forward, backward=backward)
+        return output
 
 
 def _finest(shards: Sequence[TracedShard]) -> Sequence[TracedShard]:
@@ -306,13 +280,6 @@ def _finest(shards: Sequence[TracedShard]) -> Sequence[TracedShard]:
     if len(set(places)) == 1 or any(shard.weight is not None for shard in shards):
         return shards
     return [shard for shard, place in zip(shards, places, strict=True) if place < max(places)]
-
-
-def _writes(function: Function) -> bool:
-    """Whether the first argument of a function is changed."""
-    name = getattr(function, "__name__", "")
-    in_place = name.startswith("__i") and name != "__invert__"
-    return name == "__setitem__" or in_place or (name.endswith("_") and not name.endswith("__"))
 
 
 def _splits_heads(before: TracedShard, after: TracedShard) -> bool:

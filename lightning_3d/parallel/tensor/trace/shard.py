@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_3d.errors import ModuleError
+from lightning_3d.parallel.tensor.trace.traffic import Exchanges
 from lightning_3d.shards.foreign import check_no_foreign_function
 from lightning_3d.shards.gathered import gathered
-from lightning_3d.shards.group import ShardGroup
+from lightning_3d.shards.group import ShardGroup, ShardOptions
 from lightning_3d.shards.layout import take
 from lightning_3d.shards.refusal import Unshardable
 from lightning_3d.shards.rules import PROPERTIES, RULES
@@ -38,16 +39,20 @@ class TraceGroup(ShardGroup):
     Args:
         size: Number of ranks.
         listener: Hears what happens to the shards of the group.
+        options: How operations behave.
+
+    Attributes:
+        exchanges: What was asked for so far.
     """
 
-    def __init__(self, size: int, listener: Listener) -> None:
-        super().__init__(size, 0)
+    def __init__(self, size: int, listener: Listener, options: ShardOptions | None = None) -> None:
+        super().__init__(size, 0, options)
         self.listener = listener
-        self.sums = 0
+        self.exchanges = Exchanges()
 
     def sum(self, value: Tensor) -> Tensor:
         """Counts."""
-        self.sums += 1
+        self.exchanges += Exchanges(sums=1)
         return value.clone()
 
     def max(self, value: Tensor) -> Tensor:
@@ -55,13 +60,15 @@ class TraceGroup(ShardGroup):
         return self.sum(value)
 
     def gather(self, part: Tensor, dim: int, segments: Sequence[int]) -> Tensor:
-        """Has the shape of the whole."""
+        """Counts, and has the shape of the whole."""
+        self.exchanges += Exchanges(gathers=1)
         shape = list(part.shape)
         shape[dim] = sum(segments)
         return part.new_empty(shape)
 
     def sum_part(self, value: Tensor, dim: int) -> Tensor:
-        """Has the shape of the part."""
+        """Counts, and has the shape of the part."""
+        self.exchanges += Exchanges(scatters=1)
         return value.narrow(dim, 0, value.shape[dim] // self.size).clone()
 
 

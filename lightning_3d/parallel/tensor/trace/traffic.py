@@ -1,71 +1,72 @@
-"""What a part of a traced step communicates, forward as counted, backward as its autograd graph says."""
+"""What a traced step communicates."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor
 
-from lightning_3d.graph.observer import Scene
-from lightning_3d.shards.tensor import ShardTensor
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchanges:
+    """Collectives of one direction.
 
-_COPY = "_CopyBackward"
-_LEAF = "AccumulateGrad"
+    Attributes:
+        sums: All-reduces.
+        scatters: Reduce-scatters.
+        gathers: All-gathers.
+    """
+
+    sums: int = 0
+    scatters: int = 0
+    gathers: int = 0
+
+    def __add__(self, other: Exchanges) -> Exchanges:
+        return Exchanges(
+            sums=self.sums + other.sums, scatters=self.scatters + other.scatters, gathers=self.gathers + other.gathers
+        )
+
+    def __sub__(self, other: Exchanges) -> Exchanges:
+        return self + Exchanges(sums=-other.sums, scatters=-other.scatters, gathers=-other.gathers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """All-reduces over the tensor axis in one micro-batch.
+    """Collectives over the tensor axis in one micro-batch.
 
     Attributes:
-        forward: In the forward pass.
-        backward: In the backward pass, sums of weights' gradients left out.
+        forward: All-reduces of the forward pass.
+        backward: Those of the backward pass, sums of weights' gradients left out.
+        scatters: Reduce-scatters, forward and backward.
+        gathers: All-gathers, forward and backward.
     """
 
-    forward: int
-    backward: int
+    forward: int = 0
+    backward: int = 0
+    scatters: tuple[int, int] = (0, 0)
+    gathers: tuple[int, int] = (0, 0)
+
+    @classmethod
+    def of(cls, forward: Exchanges, backward: Exchanges) -> Traffic:
+        """Returns both directions together."""
+        return cls(
+            forward=forward.sums,
+            backward=backward.sums,
+            scatters=(forward.scatters, backward.scatters),
+            gathers=(forward.gathers, backward.gathers),
+        )
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(forward=self.forward + other.forward, backward=self.backward + other.backward)
+        return Traffic(
+            forward=self.forward + other.forward,
+            backward=self.backward + other.backward,
+            scatters=(self.scatters[0] + other.scatters[0], self.scatters[1] + other.scatters[1]),
+            gathers=(self.gathers[0] + other.gathers[0], self.gathers[1] + other.gathers[1]),
+        )
 
     def __str__(self) -> str:
-        return f"{self.forward} forward + {self.backward} backward"
-
-
-def backward_traffic(outputs: Iterable[Any], inputs: Iterable[Any], scene: Scene) -> tuple[int, set[str]]:
-    """Counts the sums of gradients between outputs and inputs.
-
-    Args:
-        outputs: Where the backward pass begins.
-        inputs: Where it is somebody else's.
-        scene: Knows the names of parameters.
-
-    Returns:
-        How many activations have their gradients summed, and the parameters that have: replicated ones that are used
-        on parts.
-    """
-    seen = set(_histories(inputs))
-    waiting = _histories(outputs)
-    sums, names = 0, set()
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        following = [each for each, _ in node.next_functions if each is not None]
-        if node.name() == _COPY:
-            name = scene.name_of(following[0].variable) if following[0].name().endswith(_LEAF) else None
-            if name is None:
-                sums += 1
-            else:
-                names.add(name)
-        waiting += following
-    return sums, names
-
-
-def _histories(values: Iterable[Any]) -> list[Any]:
-    tensors = (value._local if isinstance(value, ShardTensor) else value for value in values)
-    found = (value.grad_fn for value in tensors if isinstance(value, Tensor))
-    return [history for history in found if history is not None]
+        kinds = {
+            "all-reduces": (self.forward, self.backward),
+            "reduce-scatters": self.scatters,
+            "all-gathers": self.gathers,
+        }
+        told = [f"{name} {each[0]} forward + {each[1]} backward" for name, each in kinds.items() if any(each)]
+        return ", ".join(told) or "nothing"

@@ -19,6 +19,11 @@ _NARROW = 4
 _SHORT_TABLE = 64
 
 
+def is_vocabulary(rows: int, columns: int) -> bool:
+    """Returns whether a table holds a vocabulary, not positions or kinds."""
+    return rows >= _SHORT_TABLE and rows >= 2 * columns
+
+
 class Uses:
     """What the outputs of weights were of use for, in one pass.
 
@@ -38,7 +43,7 @@ class Uses:
 
     def table(self, name: str, rows: int, columns: int) -> None:
         """A table is about to be cut along its rows."""
-        if rows < _SHORT_TABLE or rows < 2 * columns:
+        if not is_vocabulary(rows, columns):
             self._decisions.reject([name], f"a table of {rows} rows saves less than the sums of its look-ups cost")
 
     def paired(self, names: Collection[str]) -> None:

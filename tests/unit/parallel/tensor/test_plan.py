@@ -17,6 +17,8 @@ from tests.unit.parallel.tensor.planned import plan, plan_of, styles
 
 Styles = Mapping[str, str]
 MEGATRON = Traffic(forward=2, backward=2)
+# The gradient of the relative positions, which all blocks share, is gathered from the heads.
+WITH_BIAS = MEGATRON + Traffic(gathers=(0, 1))
 # Vocabulary-parallel: the embedding's sum, the loss' largest logit and its sums; the gradient of the head's input.
 LANGUAGE_MODEL = Traffic(forward=3, backward=1)
 
@@ -114,7 +116,7 @@ MODELS: list[tuple[str, str, Styles, Traffic, Traffic]] = [
         MEGATRON,
         Traffic(forward=0, backward=0),
     ),
-    ("HF T5 encoder", "model.encoder.block.1.", T5_LAYER, MEGATRON, Traffic(forward=1, backward=0)),
+    ("HF T5 encoder", "model.encoder.block.1.", T5_LAYER, WITH_BIAS, Traffic(forward=1, backward=0)),
     (
         "HF T5",
         "model.decoder.block.1.",
@@ -123,7 +125,7 @@ MODELS: list[tuple[str, str, Styles, Traffic, Traffic]] = [
             **{f"layer.1.EncDecAttention.{name}.weight": style for name, style in T5_ATTENTION.items()},
         },
         # One more for the memory, whose gradient is summed beside that of the hidden state.
-        Traffic(forward=3, backward=4),
+        WITH_BIAS + Traffic(forward=1, backward=2),
         Traffic(forward=4, backward=1),
     ),
     ("nn.TransformerEncoder", "model.encoder.layers.1.", ENCODER_LAYER, MEGATRON, Traffic(forward=1, backward=0)),
@@ -206,7 +208,7 @@ def test_too_few_heads_of_keys_are_whole(name: str, heads: str) -> None:
     assert shown["o_proj.weight"] == "row dim 1"
     for each in ("k_proj.weight", "v_proj.weight"):
         assert shown[each].startswith(f"{heads} not a multiple of 4")
-    assert found.traffic["model.model.layers.1"] == Traffic(forward=2, backward=4)
+    assert found.traffic["model.model.layers.1"] == MEGATRON
 
 
 def test_norms_of_heads_have_partial_gradients() -> None:
@@ -215,6 +217,32 @@ def test_norms_of_heads_have_partial_gradients() -> None:
         f"model.model.layers.{layer}.self_attn.{name}_norm.weight" for layer in (0, 1) for name in "qk"
     }
     assert plan_of("HF Llama (GQA)", 2).partial == frozenset()
+
+
+@pytest.mark.parametrize("name", ["HF Llama (GQA)", "HF Gemma", "HF Qwen3"])
+def test_whole_keys_and_values_have_partial_gradients(name: str) -> None:
+    found = plan_of(name, 4)
+    weights = {"k_proj.weight", "v_proj.weight"} | ({"q_norm.weight", "k_norm.weight"} if name == "HF Qwen3" else set())
+    assert found.partial == {f"model.model.layers.{layer}.self_attn.{weight}" for layer in (0, 1) for weight in weights}
+    assert found.traffic["model.model.layers.0"] == found.traffic["model.model.layers.1"] == MEGATRON
+    count = 2 * len(weights)
+    assert f"one all-reduce for each optimizer step: gradients of {count} parameters" in str(found)
+
+
+def test_what_sequences_meet_has_partial_gradients() -> None:
+    found = plan_of("packed GPT (tied)", 2, sequence=True)
+    blocks = [f"model.blocks.{block}.{name}" for block in (0, 1) for name in ("norm1", "norm2")]
+    norms = {f"{name}.{kind}" for name in (*blocks, "model.norm") for kind in ("weight", "bias")}
+    rows = {f"model.blocks.{block}.{name}.bias" for block in (0, 1) for name in ("attention.out", "mlp.2")}
+    assert found.partial == {*norms, *rows, "model.places.weight"}
+    assert found.layouts == plan_of("packed GPT (tied)", 2).layouts
+    assert found.traffic["model.blocks.1"] == Traffic(scatters=(2, 2), gathers=(2, 2))
+    assert "model.blocks.* x 2: reduce-scatters 2 forward + 2 backward, all-gathers 2 forward + 2 backward" in str(
+        found
+    )
+    norms = {f"layers.{layer}.{name}_layernorm.weight" for layer in (0, 1) for name in ("input", "post_attention")}
+    expected = {f"model.model.{name}" for name in (*norms, "norm.weight")}
+    assert plan_of("HF Llama (GQA)", 2, sequence=True).partial == expected
 
 
 def test_packed_weights_with_fewer_keys() -> None:
@@ -284,8 +312,8 @@ def test_the_plan_is_printed_and_travels() -> None:
     found = plan_of("HF Llama (GQA)", 4)
     text = str(found)
     assert "4 ranks, 89.8% of 21.7k parameters are cut" in text
-    assert "model.model.layers.* x 2: 2 forward + 4 backward" in text
-    assert "outside of blocks: 3 forward + 1 backward" in text
+    assert "model.model.layers.* x 2: all-reduces 2 forward + 2 backward" in text
+    assert "outside of blocks: all-reduces 3 forward + 1 backward" in text
     folded = next(line for line in text.splitlines() if "q_proj" in line)
     assert folded.split() == ["model.model.layers.*.self_attn.q_proj.weight", "x", "2", "column", "dim", "0", "32x32"]
     assert pickle.loads(pickle.dumps(found)) == found
