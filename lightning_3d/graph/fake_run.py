@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric
 
@@ -26,7 +26,7 @@ from lightning_3d.graph.places import innermost_call, user_line
 from lightning_3d.graph.quiet import quiet
 from lightning_3d.graph.repeats import Repeat, block_kinds, signature
 from lightning_3d.graph.stand_ins import without_metrics, without_optimizers
-from lightning_3d.graph.values import all_finite, is_unforetellable, made_up, reads_values, with_positions
+from lightning_3d.graph.values import all_finite, is_hidden, is_unforetellable, made_up, reads_values, with_positions
 
 # Every pass teaches an observer something new; one that never learns enough is our mistake.
 _MOST_PASSES = 500
@@ -166,6 +166,11 @@ class _Calls:
         known = all_finite(function, args)
         if known is not None:
             return known
+        if function is Tensor.data_ptr and is_hidden(args[0]):
+            raise ModuleError(
+                f"data_ptr at {user_line()} takes the memory of a hidden state, and a plan is made without values.",
+                fix="torch.library.custom_op around the kernel, with register_fake",
+            )
         try:
             return function(*args, **kwargs)
         except Exception as failure:

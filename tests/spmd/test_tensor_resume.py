@@ -71,7 +71,7 @@ class Edits(NextToken):
         first = "model.blocks.0.attention.pack"
         packed = state[f"{first}.weight"]
         if isinstance(packed, PackedTensor):
-            with pytest.raises(CheckpointError, match="compute on tensor.full_tensor"):
+            with pytest.raises(CheckpointError, match=r"compute on tensor\.full_tensor"):
                 packed * 0.5
             packed = packed.full_tensor()
         state[f"{first}.weight"] = packed * 0.5

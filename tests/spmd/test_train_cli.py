@@ -61,6 +61,21 @@ def test_two_processes_train_test_and_resume(project: Path) -> None:
     assert [rank["step"] for rank in records(project / "logs/two")] == [6, 6]
 
 
+def test_a_tensor_parallel_run_explains_itself_once(project: Path) -> None:
+    run = ("recipe=tiny", "strategy=tensor", "explain=true", "hydra.run.dir=logs/one")
+    plan = "+strategy.tensor_plan={*.up:replicate}"
+    for overrides, told in (
+        ((), "257 rows are not a multiple of 2"),
+        ((plan,), "[plan] tensor_plan['*.up']='replicate'"),
+    ):
+        finished = run_python(project, *_TRAIN, *run, *overrides)
+        assert finished.code == 0, finished.output
+        ranks = records(project / "logs/one")
+        assert ranks[0]["loss"] == ranks[1]["loss"]
+        assert finished.output.count("tensor axis  2 ranks") == 1, finished.output
+        assert told in finished.output, finished.output
+
+
 def test_a_users_program_sweeps_with_two_processes_for_each_job(project: Path) -> None:
     sweep = ["-m", "recipe=tiny", "model.optimizer.lr=0.1,0.2", "optimized_metric=test_loss"]
     finished = run_python(project, "-m", "package.run", "--config-dir", "conf", *sweep)
@@ -130,6 +145,7 @@ def test_a_rank_that_fails_takes_the_others_with_it(project: Path) -> None:
         (["strategy.zero_stage=5"], "zero_stage=5 must be"),
         (["batch.global_size=3"], "batch.global_size 2 or 4"),
         (["callbacks.recorder._target_=own.Recoder"], "fix: own.Recorder"),
+        (["strategy=tensor", "+strategy.tensor_plan={*.atention:row}"], "'*.atention', which matches no module"),
     ],
 )
 def test_an_impossible_run_ends_with_one_message(project: Path, overrides: list[str], text: str) -> None:
