@@ -149,7 +149,8 @@ class Weights:
             reason = f"{rows} {'rows' if layout.dim == 0 else 'columns'} are not a multiple of {size}"
             if wish is not None:
                 raise wish.refused(name, reason)
-            self._decisions.reject([name], reason)
+            padding = not self._pad_vocabulary and rows in self._vocabularies and layout.fits(size, padded=True)
+            self._decisions.reject([name], f"{reason} (pad_vocabulary=true pads them)" if padding else reason)
         if name in self._decisions.rejected:
             return None
         if kind == "column":

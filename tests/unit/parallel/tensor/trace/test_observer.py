@@ -210,14 +210,14 @@ def sized_plan(size: int) -> TensorPlan:
 def test_vocabularies_and_heads_that_do_not_divide() -> None:
     found = sized_plan(4)
     shown = styles(found, "model.")
-    assert shown["tokens.weight"] == "50257 rows are not a multiple of 4"
+    assert shown["tokens.weight"] == "50257 rows are not a multiple of 4 (pad_vocabulary=true pads them)"
     assert shown["qkv.weight"].startswith("25 heads are not a multiple of 4")
     assert shown["mlp.up.weight"] == "column dim 0"
     assert shown["mlp.down.weight"] == "row dim 1"
     assert 0 < found.share < 0.05
     shown = styles(sized_plan(5), "model.")
     assert shown["qkv.weight"] == "column dim 0 in 100|100|100"
-    assert shown["tokens.weight"] == "50257 rows are not a multiple of 5"
+    assert shown["tokens.weight"] == "50257 rows are not a multiple of 5 (pad_vocabulary=true pads them)"
 
 
 def test_heads_of_torchs_own_attention() -> None:
