@@ -185,6 +185,39 @@ def test_a_stream_is_begun_once_and_gone_on_with() -> None:
     assert values(use) == [[200, 201], [202, 203], [204]]
 
 
+class Noise(IterableDataset[float]):
+    """Draws from every generator."""
+
+    def __iter__(self) -> Iterator[float]:
+        for _ in range(3):
+            yield random.random() + float(np.random.rand()) + float(torch.rand(()))
+
+
+@pytest.mark.parametrize("looks", [1, 2])
+def test_what_was_begun_draws_on_as_if_nobody_had_looked(looks: int) -> None:
+    seeds = (random.seed, np.random.seed, torch.manual_seed)
+    for seed in seeds:
+        seed(4)
+    expected = [float(batch) for batch in DataLoader(Noise(), batch_size=None)]
+    for seed in seeds:
+        seed(4)
+    loader: Any = DataLoader(Noise(), batch_size=None)
+    for _ in range(looks):
+        _, loader = first_batch(loader)
+    assert [float(batch) for batch in loader] == expected
+
+
+def test_generators_that_were_used_since_are_left_alone() -> None:
+    torch.manual_seed(4)
+    _, loader = first_batch(DataLoader(Noise(), batch_size=None))
+    torch.manual_seed(5)
+    assert len(list(loader)) == 3
+    after = torch.rand(())
+    torch.manual_seed(5)
+    torch.rand(2)
+    assert torch.equal(after, torch.rand(()))
+
+
 def test_looking_twice_changes_nothing() -> None:
     data = Stream(4)
     _, use = first_batch(DataLoader(data, batch_size=2))
