@@ -15,6 +15,7 @@ from lightning_3d.parallel.tensor.doors import BlockDoor, locals_of, shards_agai
 from lightning_3d.shards.executor import Shard
 from lightning_3d.shards.group import ShardGroup
 from lightning_3d.shards.layout import join
+from lightning_3d.shards.partial import PartialTensor
 from lightning_3d.shards.threads import ThreadShardGroup, run_threads
 
 
@@ -173,3 +174,20 @@ def test_what_leaves_a_step_is_whole() -> None:
         return whole({"logits": Shard(torch.full((1,), float(group.rank)), 0, (2,), group), "loss": 1})
 
     assert [(result["logits"].tolist(), result["loss"]) for result in run_threads(2, leave)] == [([0.0, 1.0], 1)] * 2
+
+
+def test_partial_gradients_end_at_doors() -> None:
+    block = Block()
+    around_calls(block, BlockDoor(block).around)
+    inputs = torch.ones(2, requires_grad=True)
+    partial = PartialTensor(inputs, Group())
+    opened, cuts = locals_of([partial, 1])
+    assert type(opened[0]) is Tensor
+    assert cuts is None
+    result = block(partial, other={"y": shard(torch.ones(2))})
+    assert type(result["x"]) is Tensor
+    assert isinstance(result["other"][0], Shard)
+    whole(partial + result["x"]).sum().backward()
+    # This rank's half of 1 + 3.
+    assert inputs.grad is not None
+    assert inputs.grad.tolist() == [2.0, 2.0]
