@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,20 @@ from torch.utils import _pytree as pytree
 from lightning_3d.graph.blocks import Stack
 
 _PLAIN = (bool, int, str, type(None))
+
+
+class Repeatable(Tensor):
+    """A tensor that an observer puts in the place of another, in all blocks alike."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def looks(self) -> object:
+        """Returns what calls must have in common beside its shape, dtype and need of a gradient."""
+
+    @abstractmethod
+    def again(self) -> Tensor:
+        """Returns another one that looks like it, with a history."""
 
 
 def block_kinds(module: nn.Module, stacks: Sequence[Stack]) -> dict[str, object]:
@@ -68,16 +83,21 @@ def _fact(value: Any) -> object:
 def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     """Returns what two calls have in common whose results look alike; None if a call is like no other."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    if any(isinstance(leaf, Tensor) and not is_plain(leaf) for leaf in leaves):
+    if not all(map(_can_repeat, leaves)):
         return None
     described = tuple(_described(leaf) for leaf in leaves)
     casts = tuple(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
     return (str(structure), described, torch.is_grad_enabled(), casts)
 
 
+def _can_repeat(leaf: Any) -> bool:
+    return not isinstance(leaf, Tensor) or isinstance(leaf, Repeatable) or is_plain(leaf)
+
+
 def _described(leaf: Any) -> object:
     if isinstance(leaf, Tensor):
-        return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+        looks = leaf.looks() if isinstance(leaf, Repeatable) else None
+        return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad, looks)
     return leaf if isinstance(leaf, (*_PLAIN, float)) else type(leaf)
 
 
@@ -100,21 +120,24 @@ class Repeat:
         inputs = {id(leaf): index for index, leaf in enumerate(pytree.tree_leaves(arguments))}
         self._leaves, self._structure = pytree.tree_flatten(output)
         self._passed = [inputs.get(id(leaf)) for leaf in self._leaves]
-        self.usable = all(is_plain(leaf) for leaf in self._leaves if isinstance(leaf, Tensor))
+        self.usable = all(map(_can_repeat, self._leaves))
 
     def again(self, arguments: Any) -> Any:
         """Returns what the same call with other arguments returns: new tensors, and those that are passed through."""
         inputs = pytree.tree_leaves(arguments)
         leaves = [
-            _like(leaf) if passed is None else inputs[passed]
+            alike(leaf) if passed is None else inputs[passed]
             for leaf, passed in zip(self._leaves, self._passed, strict=True)
         ]
         return pytree.tree_unflatten(leaves, self._structure)
 
 
-def _like(leaf: Any) -> Any:
+def alike(leaf: Any) -> Any:
+    """Returns another tensor that looks like this one, with a history; anything else as it is."""
     if not isinstance(leaf, Tensor):
         return leaf
+    if isinstance(leaf, Repeatable):
+        return leaf.again()
     new = torch.empty_like(leaf).requires_grad_(leaf.requires_grad)
     # No leaf: a step may write to a block's output in place.
     return new.clone()

@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_3d.graph.observer import Function, Observer, Proceed, ProceedModule, Scene, ValueRead
 from lightning_3d.graph.parameters import ParameterTable
+from lightning_3d.graph.repeats import Repeatable, alike
 from lightning_3d.parallel.tensor.regions.plan import Region
 from lightning_3d.parallel.tensor.trace.meter import BlockNames, Meter
 from lightning_3d.parallel.tensor.trace.shard import TracedShard, TraceGroup
@@ -20,6 +21,20 @@ from lightning_3d.shards.layout import Layout
 from lightning_3d.shards.partial import PartialTensor
 from lightning_3d.shards.refusal import Unshardable
 from lightning_3d.shards.tensor import ShardTensor
+
+
+class _HeldShard(TracedShard, Repeatable):
+    """A shard that blocks hand on; nothing is asked of where it comes from."""
+
+    __slots__ = ()
+
+    def looks(self) -> object:
+        """How it is cut."""
+        return self._dim, self._segments
+
+    def again(self) -> Tensor:
+        """Another local part."""
+        return self.like(alike(self._local), self._dim, self._segments)
 
 
 class Rehearsal(Observer):
@@ -131,5 +146,5 @@ class Rehearsal(Observer):
             return value
         layout = self._layouts.get(name)
         if layout is not None:
-            return TracedShard.of(value, (layout.dim, layout.segments), self._group, weight=name)
+            return _HeldShard.of(value, (layout.dim, layout.segments), self._group, weight=name)
         return PartialTensor(value, self._group) if name in self._partial else value

@@ -11,7 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_3d.graph.blocks import find_stacks
+from lightning_3d.graph.fake_run import fake_run
+from lightning_3d.graph.parameters import parameter_table
+from lightning_3d.parallel.tensor.trace.rehearsal import Rehearsal
 from lightning_3d.parallel.tensor.trace.traffic import Traffic
+from tests.parity.catalog import build, global_batches
+from tests.unit.parallel.tensor.experts import Around, Mixture
 from tests.unit.parallel.tensor.planned import Pair, plan, small_plan
 
 WIDTH, HEAD = 32, 8
@@ -172,3 +178,20 @@ def test_large_weights_are_not_summed_instead_of_small_activations(channels: int
     weights = {f"{name}.{kind}" for name in ("front", "mix") for kind in ("weight", "bias")}
     assert found.partial == (weights if small else frozenset())
     assert found.traffic[""].backward == (0 if small else 1)
+
+
+# torch looks at gradients as it makes fake tensors, and hides its own warning.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_what_regions_hold_whole_has_partial_gradients() -> None:
+    found = small_plan(Around(Mixture()), tensor_plan={"model.mixture": "local"})
+    assert [region.module for region in found.regions] == ["model.mixture"]
+    assert found.partial == {"model.mixture.router.weight"}
+
+
+def test_blocks_that_hand_cut_sequences_on_are_run_once() -> None:
+    module, (ids,) = build("packed GPT (tied)"), global_batches("packed GPT (tied)", 1, 4)[0]
+    found = plan(module, (ids,), 2, sequence=True)
+    rehearsal = Rehearsal(parameter_table(module), 2, found.layouts, partial=found.partial, sequence=True)
+    run = fake_run(module, lambda: module.training_step((ids,), 0), stacks=find_stacks(module), observers=[rehearsal])
+    assert (run.passes, run.blocks_run, run.blocks_repeated) == (1, 1, 1)
+    assert rehearsal.traffic == found.traffic
