@@ -71,7 +71,7 @@ class StrategyConfig:
         layout_free_random: Random streams per drawing module, so that dropout does not depend on the layout.
         tensor_random: "derived" streams per shard, or "exact" masks of one device.
         activation_checkpointing: "none", "selective" (attention core) or "full" (each block).
-        compile: Compile each block.
+        compile: Compile each block; on the tensor axis only, where blocks are replayed.
         uneven: At uneven ends of training data: "stop" all data ranks together, or "error".
         on_nonfinite: Non-finite gradients: "none", "skip" or "raise".
         pretrained: Directory of weights that are streamed into the shards.
@@ -170,6 +170,8 @@ class StrategyConfig:
             found.append(f"data_replicate_size={replicas} needs shards, so zero_stage 1, 2 or 3 instead of 0")
         if self.zero_stage == 0 and self.cpu_offload:
             found.append("cpu_offload=True needs shards, so zero_stage 1, 2 or 3 instead of 0")
+        if self.compile and (self.tensor_parallel_size == 1 or not self.replay):
+            found.append("compile=True compiles replayed blocks: it needs tensor_parallel_size above 1 and replay=True")
         if self.async_save and not self.save_distributed_checkpoint:
             found.append("async_save=True needs save_distributed_checkpoint=True")
         return found

@@ -65,7 +65,7 @@ class Mesh3DStrategy(SavingStrategy):
         layout_free_random: Random streams per drawing module, so that dropout does not depend on the layout.
         tensor_random: ``"derived"`` streams per shard, or ``"exact"`` masks of one device.
         activation_checkpointing: ``"none"``, ``"selective"`` or ``"full"``.
-        compile: Compile each block.
+        compile: Compile each block; on the tensor axis only, where blocks are replayed.
         uneven: At uneven ends of training data: ``"stop"`` all data ranks together, or ``"error"``.
         on_nonfinite: Non-finite gradients: ``"none"``, ``"skip"`` or ``"raise"``, one decision for the mesh.
         pretrained: Directory of weights that are streamed into the shards.

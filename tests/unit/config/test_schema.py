@@ -50,6 +50,8 @@ def test_possible(values: dict[str, Any]) -> None:
         ({"zero_stage": 0, "data_replicate_size": 2}, "needs shards, so zero_stage 1, 2 or 3"),
         ({"zero_stage": 0, "cpu_offload": True}, "needs shards, so zero_stage 1, 2 or 3"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not available in this release"),
+        ({"compile": True}, "needs tensor_parallel_size above 1"),
+        ({"compile": True, "tensor_parallel_size": 2, "replay": False}, "and replay=True"),
         ({"async_save": True}, "async_save=True is not available in this release"),
     ],
 )
