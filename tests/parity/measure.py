@@ -174,7 +174,8 @@ def error(found: Tensor, expected: Tensor, largest: float) -> float:
     return float((found - expected).abs().max()) / (own if own >= 1e-6 * largest else largest)
 
 
-FP32 = Difference(loss=1e-5, norm=1e-5, gradient=1e-5, parameter=1e-4)
+# From the second step on gradients are taken at parameters that differ, and differ by as much.
+FP32 = Difference(loss=1e-5, norm=1e-5, gradient=1e-4, parameter=1e-4)
 FP64 = Difference(loss=1e-12, norm=1e-12, gradient=1e-11, parameter=1e-10)
 
 
