@@ -104,7 +104,8 @@ class PlainGlobals:
     """
 
     def __init__(self) -> None:
-        self._codes: dict[CodeType, dict[str, Any]] = {}
+        # By id: what torch.compile generates may hold constants that have no hash.
+        self._codes: dict[int, tuple[CodeType, dict[str, Any]]] = {}
         self.found: tuple[tuple[dict[str, Any], str, Any], ...] = ()
 
     @contextmanager
@@ -120,11 +121,11 @@ class PlainGlobals:
 
     def _called(self, frame: Any, event: str, _: Any) -> None:
         if event == "call":
-            self._codes.setdefault(frame.f_code, frame.f_globals)
+            self._codes.setdefault(id(frame.f_code), (frame.f_code, frame.f_globals))
 
     def _read(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
         seen: set[tuple[int, str]] = set()
-        for code, namespace in self._codes.items():
+        for code, namespace in self._codes.values():
             if not _is_users(namespace.get("__name__", "")):
                 continue
             for name in code.co_names:
