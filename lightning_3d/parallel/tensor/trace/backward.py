@@ -77,7 +77,7 @@ class Calls:
         shards = any(isinstance(each, ShardTensor) for each in tensors)
         plain = () if shards else tensors
         return Operands(
-            edges=tuple(_edge(_plain(each)) for each in plain if each.requires_grad),
+            edges=tuple(_edge(_plain(each)) for each in plain if each.requires_grad and not _is_cut_off(each)),
             frozen=frozenset(name for name in names if name is not None),
             shards=shards,
         )
@@ -204,6 +204,12 @@ class _Graph:
 def _edge(value: Tensor) -> Edge:
     edge = get_gradient_edge(value)
     return edge.node, edge.output_nr
+
+
+def _is_cut_off(value: Tensor) -> bool:
+    """Whether a value is a view made without a graph: torch says that it wants a gradient, and none arrives."""
+    base = value._base
+    return value.grad_fn is None and base is not None and base.requires_grad
 
 
 def _plain(value: Tensor) -> Tensor:

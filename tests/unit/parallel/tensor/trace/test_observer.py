@@ -61,6 +61,20 @@ def test_checkpoints_without_reentry_are_seen_through() -> None:
     assert found["down.weight"] == "row dim 1"
 
 
+def test_weights_are_seen_without_a_graph() -> None:
+    pair = Pair(F.gelu)
+    pair.scale = nn.Parameter(torch.ones(32, 32))
+
+    def forward(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            # Views of a parameter say that they want a gradient, here too.
+            norm = torch.mv(pair.scale.t(), torch.ones(32)).norm()
+        return x + pair.down(F.gelu(pair.up(x @ (pair.scale / norm))))
+
+    pair.forward = forward
+    assert reasons(pair)["up.weight"] == "column dim 0"
+
+
 def test_columns_without_a_row_are_whole() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
