@@ -24,7 +24,7 @@ from lightning_3d.graph.fake_parameters import fake_parameters
 from lightning_3d.graph.observer import EndPass, Function, Observer, Proceed, ProceedModule, Scene, ValueRead
 from lightning_3d.graph.places import innermost_call, user_line
 from lightning_3d.graph.quiet import quiet
-from lightning_3d.graph.repeats import Repeat, block_kinds, signature
+from lightning_3d.graph.repeats import Attributes, Repeat, block_kinds, signature
 from lightning_3d.graph.stand_ins import without_metrics, without_optimizers
 from lightning_3d.graph.values import all_finite, is_hidden, is_unforetellable, made_up, reads_values, with_positions
 
@@ -148,6 +148,7 @@ class _Calls:
         self.blocks_run = self.blocks_repeated = 0
         self._kinds = kinds
         self._scene = scene
+        self._blocks = {name: block for block, name in scene.modules.items() if name in kinds}
         self._repeats: dict[object, Repeat] = {}
         self.around_function: Proceed = self._function
         for observer in reversed(observers):
@@ -218,14 +219,17 @@ class _Calls:
             for observer in self.observers:
                 observer.repeated(name, first.block)
             with torch._C.DisableTorchFunction():
-                return first.again((args, kwargs))
+                return first.again(self._blocks[name], (args, kwargs))
+        attributes = Attributes(self._blocks[name])
         outer, self._scene.block = self._scene.block, name
         output = call.function(*args, **kwargs)
         self._scene.block = outer
         self.blocks_run += 1
-        shown = Repeat(name, (args, kwargs), output)
-        if key is not None and shown.usable:
-            self._repeats[key] = shown
+        left = attributes.left()
+        if key is not None and left is not None:
+            shown = Repeat(name, (args, kwargs), output, left)
+            if shown.usable:
+                self._repeats[key] = shown
         return output
 
 

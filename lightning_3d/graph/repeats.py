@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils import _pytree as pytree
 from lightning_3d.graph.blocks import Stack
 
 _PLAIN = (bool, int, str, type(None))
+_TABLES = ("_parameters", "_buffers", "_modules")
 
 
 class Repeatable(Tensor):
@@ -61,7 +63,7 @@ def _facts(block: nn.Module) -> dict[tuple[str, str], object]:
         for key, value in (*child._parameters.items(), *child._buffers.items()):
             found[path, key] = None if value is None else (tuple(value.shape), value.dtype, value.requires_grad)
         for key, value in vars(child).items():
-            if key in ("_parameters", "_buffers", "_modules"):
+            if key in _TABLES:
                 continue
             found[path, key] = _fact(value)
             if "_hooks" in key and value:
@@ -78,6 +80,40 @@ def _fact(value: Any) -> object:
     if isinstance(value, (tuple, list)):
         return tuple(_fact(each) for each in value)
     return getattr(value, "__qualname__", type(value))
+
+
+class Attributes:
+    """The tensors in the attributes of a block and of what is in it: a step may read what a call leaves there.
+
+    Args:
+        block: Before its call.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+        self._before = _held(block)
+
+    def left(self) -> dict[tuple[str, str], Any] | None:
+        """Returns what holds other tensors since then; None if a collection was filled that others may hold too."""
+        changed: dict[tuple[str, str], Any] = {}
+        for place, (value, tensors) in _held(self._block).items():
+            old, known = self._before.get(place, (None, []))
+            if len(known) == len(tensors) and all(map(operator.is_, known, tensors)):
+                continue
+            if old is value:
+                return None
+            changed[place] = value
+        return changed
+
+
+def _held(block: nn.Module) -> dict[tuple[str, str], tuple[Any, list[Tensor]]]:
+    found = {}
+    for path, child in block.named_modules():
+        for key, value in vars(child).items():
+            if key not in _TABLES:
+                tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+                found[path, key] = (value, tensors)
+    return found
 
 
 def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -113,23 +149,32 @@ class Repeat:
         block: Name of the block.
         arguments: What it was called with.
         output: What it returned.
+        left: What it left in attributes, by path and name.
     """
 
-    def __init__(self, block: str, arguments: Any, output: Any) -> None:
+    def __init__(self, block: str, arguments: Any, output: Any, left: dict[tuple[str, str], Any]) -> None:
         self.block = block
-        inputs = {id(leaf): index for index, leaf in enumerate(pytree.tree_leaves(arguments))}
-        self._leaves, self._structure = pytree.tree_flatten(output)
-        self._passed = [inputs.get(id(leaf)) for leaf in self._leaves]
+        self._inputs = {id(leaf): index for index, leaf in enumerate(pytree.tree_leaves(arguments))}
+        self._leaves, self._structure = pytree.tree_flatten((output, [*left.values()]))
+        self._places = tuple(left)
         self.usable = all(map(_can_repeat, self._leaves))
 
-    def again(self, arguments: Any) -> Any:
-        """Returns what the same call with other arguments returns: new tensors, and those that are passed through."""
+    def again(self, block: nn.Module, arguments: Any) -> Any:
+        """Returns what the same call with other arguments returns: new tensors, and those that are passed through.
+
+        Args:
+            block: Gets the same attributes as the first one.
+            arguments: Of this call.
+        """
         inputs = pytree.tree_leaves(arguments)
-        leaves = [
-            alike(leaf) if passed is None else inputs[passed]
-            for leaf, passed in zip(self._leaves, self._passed, strict=True)
-        ]
-        return pytree.tree_unflatten(leaves, self._structure)
+        made = {key: inputs[index] for key, index in self._inputs.items()}
+        for leaf in self._leaves:
+            if id(leaf) not in made:
+                made[id(leaf)] = alike(leaf)
+        output, left = pytree.tree_unflatten([made[id(leaf)] for leaf in self._leaves], self._structure)
+        for (path, key), value in zip(self._places, left, strict=True):
+            vars(block.get_submodule(path))[key] = value
+        return output
 
 
 def alike(leaf: Any) -> Any:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,60 @@ def test_blocks_with_hooks_run_each() -> None:
     module.blocks[2].register_forward_hook(lambda *args: heard.append("outside"))
     assert run(module).blocks_repeated == 1
     assert heard == ["inside", "outside"]
+
+
+class Leaves(nn.Module):
+    """Leaves its input, its output and a loss in attributes of a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear.kept = {}
+
+    def forward(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x)
+        self.linear.kept = {"input": x, "output": y, "loss": y.square().mean()}
+        return y, memory
+
+
+class Fills(Leaves):
+    """Puts its loss into a list that it has had before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+
+    def forward(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x)
+        self.losses.append(y.square().mean())
+        return y, memory
+
+
+def test_repeated_blocks_leave_tensors_in_attributes_too() -> None:
+    module = Stacked([Leaves() for _ in range(3)])
+
+    def step() -> Tensor:
+        x, memory = module.first(batch()[0]), torch.zeros(1)
+        for block in module.blocks:
+            x, memory = block(x, memory)
+        kept = [block.linear.kept for block in module.blocks]
+        assert len({id(each["loss"]) for each in kept}) == 3
+        assert all(after["input"] is before["output"] for before, after in itertools.pairwise(kept))
+        assert all(each["loss"].shape == () and each["loss"].requires_grad for each in kept)
+        return sum((each["loss"] for each in kept), torch.zeros(()))
+
+    assert run(module, step=step) == FakeRun(passes=1, blocks_run=1, blocks_repeated=2)
+    assert all(block.linear.kept == {} for block in module.blocks)
+
+
+def test_blocks_that_fill_lists_run_each() -> None:
+    module = Stacked([Fills() for _ in range(3)])
+
+    def step() -> Tensor:
+        module(batch()[0])
+        return sum((block.losses[0] for block in module.blocks), torch.zeros(()))
+
+    assert run(module, step=step).blocks_run == 3
 
 
 def test_observers_that_tell_blocks_apart() -> None:
