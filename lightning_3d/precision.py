@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Protocol
 
 import torch
@@ -68,6 +68,8 @@ class Mesh3DPrecision(Precision):
         self._clipper: Clipper | None = None
         # Called between a backward and the hooks that see its gradients.
         self.before_backward_hooks: Callable[[], None] = _nothing
+        # Around a backward, inside the hooks before and after it.
+        self.backward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._inner = _lightning_precision(precision, "cpu")
 
     @classmethod
@@ -148,6 +150,13 @@ class Mesh3DPrecision(Precision):
     @override
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         return super().pre_backward(self.scaled(tensor), module)
+
+    @override
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: LightningModule, optimizer: Steppable | None, *args: Any, **kwargs: Any
+    ) -> None:
+        with self.backward_context():
+            super().backward(tensor, model, optimizer, *args, **kwargs)
 
     @override
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]

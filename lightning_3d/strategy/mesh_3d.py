@@ -171,6 +171,7 @@ class Mesh3DStrategy(SavingStrategy):
             share_buffers=applied.share_buffers,
         )
         self._precision.before_backward_hooks = self._runner.gradients_arrived
+        self._precision.backward_context = applied.engine.backward
         self._evaluator = Evaluator(applied.module, self._runner, ends=run.ends, precision=self._precision)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)

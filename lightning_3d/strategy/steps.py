@@ -112,10 +112,9 @@ class StepRunner:
         """
         if self._gradients is not None:
             return self._restore_gradients(loss)
-        with self._engine.backward():
-            if not self._inside_step:
-                return plain(loss if self._loss_factor is None else loss * self._loss_factor)
-            result = plain(self._engine.before_inner_backward(loss))
+        if not self._inside_step:
+            return plain(loss if self._loss_factor is None else loss * self._loss_factor)
+        result = plain(self._engine.before_inner_backward(loss))
         self._engine.after_inner_backward()
         return result
 

@@ -75,6 +75,14 @@ class Watched(L.LightningModule):
         self.note("outputs", outputs["logits"])
         self.note("nested", outputs["nested"][0])
 
+    def on_before_backward(self, loss: Tensor) -> None:
+        assert not is_cut(self.model.head.weight)
+
+    def on_after_backward(self) -> None:
+        gradient = self.model.head.weight.grad
+        assert gradient is not None
+        self.note("gradient", gradient.norm())
+
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.log("norm", grad_norm(self, 2)["grad_2.0_norm_total"])
 
