@@ -100,11 +100,9 @@ def run_alone(module: LightningModule, call: StepCall, tensors: Whole, states: R
         states: Where random numbers begin.
     """
     _set_rng_states(states)
-    leaves = {name: tensors.tensors[key] for key, name in tensors.names.items()}
-    twin = copied(
-        module, {**_own_others(tensors), **{key: tensors.tensors[key] for key in tensors.names}}, tensors.dtype
-    )
-    return _outcome(twin, call, leaves)
+    shown = {key: _own(tensors.tensors[key]) for key in tensors.names}
+    leaves = {name: shown[key] for key, name in tensors.names.items()}
+    return _outcome(copied(module, {**_own_others(tensors), **shown}, tensors.dtype), call, leaves)
 
 
 def run_ranks(
@@ -191,7 +189,7 @@ def _local(tensors: Whole, plan: TensorPlan, group: ShardGroup) -> tuple[dict[st
     for key, name in tensors.names.items():
         value, layout = tensors.tensors[key], layouts.get(name)
         if layout is None:
-            leaf: Tensor = nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad)
+            leaf = _own(value)
             shown[key] = PartialTensor(leaf, group) if name in plan.partial else leaf
         else:
             part = layout.part(value.detach(), group.rank, group.size)
@@ -199,6 +197,11 @@ def _local(tensors: Whole, plan: TensorPlan, group: ShardGroup) -> tuple[dict[st
             shown[key] = Shard(leaf, layout.dim, layout.segments, group)
         leaves[name] = leaf
     return leaves, shown
+
+
+def _own(value: Tensor) -> Tensor:
+    """A parameter of one run, since a step may write to it, as one that follows another slowly."""
+    return nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad)
 
 
 def _own_others(tensors: Whole) -> dict[int, Tensor]:

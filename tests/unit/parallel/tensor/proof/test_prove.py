@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -61,6 +62,25 @@ def test_a_step_that_counts_its_blocks_is_proved_on_all_of_them() -> None:
     found = proved(Counting(), training(batch()))
     assert found.piece == "all blocks, few samples"
     assert found.parameters == 16
+
+
+def test_a_step_may_write_to_parameters() -> None:
+    class Follows(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.slow = copy.deepcopy(self.blocks).requires_grad_(False)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            with torch.no_grad():
+                for slow, parameter in zip(self.slow.parameters(), self.blocks.parameters(), strict=True):
+                    slow.mul_(0.5).add_(parameter, alpha=0.5)
+                x = self.first(batch)
+                for block in self.slow:
+                    x = x + block(x)
+                target = self.last(x)
+            return (self(batch) - target.flip(0)).square().mean()
+
+    assert proved(Follows(), training(batch())).error < 1e-12
 
 
 def test_nothing_is_changed() -> None:
