@@ -167,6 +167,12 @@ class _Calls:
         known = all_finite(function, args)
         if known is not None:
             return known
+        if function == Tensor.data.__set__ and self._scene.name_of(args[0]) is not None:  # type: ignore[attr-defined]
+            raise ModuleError(
+                f"the step sets the data of {self._scene.name_of(args[0])} at {user_line()}, which changes nothing in "
+                "a parameter that is divided among ranks.",
+                fix="parameter.copy_(...) under torch.no_grad()",
+            )
         if function is Tensor.data_ptr and is_hidden(args[0]):
             raise ModuleError(
                 f"data_ptr at {user_line()} takes the memory of a hidden state, and a plan is made without values.",

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_3d.errors import ModuleError
 from lightning_3d.graph.fake_run import FakeRun
 from lightning_3d.graph.observer import EndPass, Observer, Proceed, ProceedModule
 from tests.unit.graph.stacked import CLASSES, WIDTH, Block, Reads, Stacked, Watcher, batch, run
@@ -226,6 +228,26 @@ def test_the_first_observer_stands_outermost() -> None:
 
     run(Stacked([Block(0), Block(1)]), Named("outer"), Named("inner"))
     assert seen == ["outer", "inner"] * 2
+
+
+def test_data_of_parameters_is_not_set() -> None:
+    def sets(result: Tensor) -> Tensor:
+        module.head.bias.data = module.head.bias.data * 0.9
+        return result
+
+    module = Reads(sets)
+    fix = re.escape("parameter.copy_(...) under torch.no_grad()")
+    with pytest.raises(ModuleError, match=rf"sets the data of head\.bias at .*test_fake_run\.py:\d+(.|\n)*{fix}"):
+        run(module)
+
+
+def test_other_data_is_set() -> None:
+    def sets(result: Tensor) -> Tensor:
+        module.blocks[0].seen.data = torch.ones(())
+        return result + module.blocks[0].seen
+
+    module = Reads(sets)
+    assert run(module).passes == 1
 
 
 # ---- manual optimization ----
