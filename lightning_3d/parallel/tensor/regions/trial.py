@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from lightning_3d.graph.repeats import Attributes
+
 # Shorter dims stay: counts of experts, of choices, of heads.
 _SHORT = 16
 _FEW = 12
@@ -121,7 +123,7 @@ class Trial:
             training: In which mode.
 
         Raises:
-            NoTrial: It fails, or writes to its inputs.
+            NoTrial: It fails, writes to its inputs, or gives gradients to more than what it returns.
         """
         own = {name: value.detach().requires_grad_() for name, value in (weights or self.weights).items()}
         leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
@@ -131,7 +133,9 @@ class Trial:
         args, kwargs = pytree.tree_unflatten(given, self._structure)
         held = [(registry, key, value) for name, value in own.items() for registry, key in self._places[name]]
         with torch.random.fork_rng(devices=[]), _in_mode(self._module, training), holding([*held, *self._buffers]):
+            attributes = Attributes(self._module)
             output = self._called(args, kwargs)
+            _refuse_ways_out(attributes)
         if any(leaf._version for leaf in given if isinstance(leaf, Tensor)):
             raise NoTrial("it writes to its inputs")
         return Run(pytree.tree_leaves(output), inputs, own)
@@ -143,6 +147,19 @@ class Trial:
                 return self._module(*args, **kwargs)
         except Exception as failure:
             raise NoTrial(str(failure).strip().split("\n", 1)[0]) from failure
+
+
+def _refuse_ways_out(attributes: Attributes) -> None:
+    """Gradients may come to what a module returns, and not past it: there they would be a part on each rank."""
+    left = attributes.left()
+    if left is None:
+        raise NoTrial("it fills a list or dict of tensors that the step may read")
+    for (path, name), value in left.items():
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(value)):
+            place = f"{path}.{name}" if path else name
+            raise NoTrial(
+                f"it leaves a tensor with a gradient in its attribute {place!r}, which it would have to return"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -107,6 +107,32 @@ def test_what_is_returned_in_training_alone() -> None:
     assert region.outputs == {True: ("sum", "same", "same"), False: ("sum", "same")}
 
 
+class Leaves(Mixture):
+    """Leaves its balance loss in an attribute of its router; without a gradient, or in a list, if told so."""
+
+    def __init__(self, *, detached: bool = False, listed: bool = False) -> None:
+        super().__init__(balance=True)
+        self.detached = detached
+        self.losses: list[Tensor] | None = [] if listed else None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        out, logits, *balance = super().forward(x)
+        for loss in balance:
+            self.router.loss = loss.detach() if self.detached else loss
+            if self.losses is not None:
+                self.losses.append(self.router.loss)
+        return out, logits
+
+
+def test_gradients_do_not_leave_by_attributes() -> None:
+    reason = "it leaves a tensor with a gradient in its attribute 'router.loss', which it would have to return"
+    found = plan(Leaves(), tokens())
+    assert found.regions == ()
+    assert reason in found.refused["moe"]
+    assert "it fills a list" in plan(Leaves(detached=True, listed=True), tokens()).refused["moe"]
+    assert plan(Leaves(detached=True), tokens()).layouts == mixture_layouts(48)
+
+
 def test_dropout_inside_experts_does_not_count() -> None:
     assert plan(Mixture(drop=0.5), tokens()).layouts == mixture_layouts(48)
 
