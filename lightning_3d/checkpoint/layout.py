@@ -78,10 +78,11 @@ def every_name(module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, La
 
     Args:
         module: The module.
-        layouts: By a canonical name of each parameter, whichever of a tied one's.
+        layouts: By a name of each parameter, whichever of a tied one's.
     """
     owner = _owners(module)
-    of_owner = {owner.get(name, name): layout for name, layout in layouts.items()}
+    by_name = {canonical(name): layout for name, layout in layouts.items()}
+    of_owner = {owner.get(name, name): layout for name, layout in by_name.items()}
     return {name: of_owner[first] for name, first in owner.items() if first in of_owner}
 
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_3d.checkpoint.layout import every_name
 from lightning_3d.config.schema import StrategyConfig
 from lightning_3d.errors import ModuleError
 from lightning_3d.graph.parameters import class_name
@@ -41,6 +42,7 @@ class AppliedModule:
         engine: Runs its steps.
         share_buffers: Gives every data rank the running statistics of the first.
         doors: Its methods that know the mesh, while a Trainer runs it.
+        layouts: How the tensor axis cuts parameters, by every name that a checkpoint has for them.
         proof: Whether the plan of its tensor axis was proved; None without one.
     """
 
@@ -49,12 +51,8 @@ class AppliedModule:
     engine: MeshEngine
     share_buffers: Callable[[], None]
     doors: ModuleDoors
+    layouts: Mapping[str, Layout]
     proof: Proof | Skipped | None = None
-
-    @property
-    def layouts(self) -> Mapping[str, Layout]:
-        """How the tensor axis cuts parameters, by a name of each."""
-        return self.plan.layouts
 
     def __str__(self) -> str:
         lines = [str(self.plan)]
@@ -110,7 +108,7 @@ def apply_module(
         partial_gradients=module.automatic_optimization,
     )
     share = BufferBroadcast(module, run.data_group) if spec.data > 1 else _nothing
-    return AppliedModule(module, plan, engine, share, ModuleDoors(module), proof)
+    return AppliedModule(module, plan, engine, share, ModuleDoors(module), every_name(module, plan.layouts), proof)
 
 
 def check_recorded(module: nn.Module, tape: InitTape | None) -> None:

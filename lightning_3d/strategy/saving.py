@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_3d.checkpoint.layout import canonical, every_name, full_state_dict, module_state, whole
+from lightning_3d.checkpoint.layout import canonical, full_state_dict, module_state, whole
 from lightning_3d.checkpoint.optimizers import optimizer_state
 from lightning_3d.checkpoint.packed import packed
 from lightning_3d.errors import CheckpointError
@@ -48,9 +48,8 @@ class SavingStrategy(MeshStrategy):
             name: Name of the parameter in the module.
             tensor: As this rank holds it.
         """
-        applied = self._module_on_mesh
-        layouts = every_name(applied.module, applied.layouts)
-        found = whole(packed(tensor.detach(), layouts.get(canonical(name))), keep=True)
+        layout = self._module_on_mesh.layouts.get(canonical(name))
+        found = whole(packed(tensor.detach(), layout), keep=True)
         assert found is not None, "it was asked for"
         return found.to(tensor.device)
 
@@ -85,9 +84,7 @@ class SavingStrategy(MeshStrategy):
                 "storage_options belong to a CheckpointIO, and Mesh3DStrategy writes checkpoints itself.",
                 fix="trainer.save_checkpoint(path) without storage_options",
             )
-        applied = self._module_on_mesh
-        names = every_name(applied.module, applied.layouts)
-        self._on_mesh.checkpoints.save(checkpoint, self.broadcast(str(filepath)), names)
+        self._on_mesh.checkpoints.save(checkpoint, self.broadcast(str(filepath)), self._module_on_mesh.layouts)
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:

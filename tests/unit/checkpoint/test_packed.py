@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_3d.checkpoint.layout import every_name, laid_out, module_state, module_tensors
 from lightning_3d.checkpoint.packed import Chunk, PackedTensor, held_runs, packed, packed_like, unpacked
@@ -23,19 +19,9 @@ from lightning_3d.errors import CheckpointError
 from lightning_3d.mesh.spec import MeshSpec
 from lightning_3d.shards.layout import Layout
 from tests.spmd.packed import TIED, Stack, cut_over, expected_part, mesh_of, packed_of
+from tests.unit.worlds import fake_world
 
 QKV = Layout(0, (4, 4, 4))
-
-
-@contextmanager
-def fake_world(size: int, rank: int) -> Iterator[None]:
-    # DTensor caches its decisions with the mesh of their first rank, and this process plays several.
-    _clear_sharding_prop_cache()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -229,3 +215,9 @@ def test_state_with_rows_of_unknown_order_is_refused(value: PackedTensor) -> Non
     assert isinstance(moment, PackedTensor)
     with pytest.raises(CheckpointError, match=r"w of shape \(12, 2\) .* state of shape \(12, 1\)"):
         packed_like(rows, value, "w")
+
+
+def test_layouts_are_found_through_the_wrappers_of_compiled_parts() -> None:
+    module = nn.ModuleDict({"part": nn.ModuleDict({"_orig_mod": nn.Linear(4, 12)})})
+    assert every_name(module, {"part._orig_mod.weight": QKV}) == {"part.weight": QKV}
+    assert every_name(module, {"part.weight": QKV}) == {"part.weight": QKV}
