@@ -14,6 +14,8 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from lightning_3d.batches.loaders import LoaderInPlace
+
 _NO_BATCH = object()
 
 
@@ -46,7 +48,7 @@ def first_batch(loader: Any) -> tuple[Any, Any]:
     return (None, loader) if batch is _NO_BATCH else (batch, begun)
 
 
-class BegunLoader:
+class BegunLoader(LoaderInPlace):
     """A loader whose first iteration goes on with an iterator of which one batch has been looked at.
 
     Later iterations are the loader's own. Every attribute is the loader's.
@@ -56,7 +58,7 @@ class BegunLoader:
     """
 
     def __init__(self, loader: Any) -> None:
-        vars(self).update(_loader=loader, _begun=None)
+        super().__init__(loader, _begun=None)
 
     def peek(self) -> Any:
         """Returns the next batch of the iteration that is to come; begins it."""
@@ -76,17 +78,6 @@ class BegunLoader:
         begun: Iterator[Any] | None = vars(self)["_begun"]
         vars(self)["_begun"] = None
         return iter(self._loader) if begun is None else begun
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(vars(self)["_loader"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._loader, name, value)
 
 
 def _going_on(batch: Any, batches: Iterator[Any], before: list[Any], after: list[Any]) -> Iterator[Any]:

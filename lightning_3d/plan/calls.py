@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -45,9 +46,8 @@ def watch_calls(
     blocks = [block for stack in plan.stacks for block in stack.blocks]
     doors = _tensor_doors(module, plan, engine, blocks, replay)
     for name in (*blocks, *outer_modules(module, plan.stacks)):
-        door = doors.get(name, _made)
-        handler = _visiting(engine, door) if streams is None else _drawing(engine, streams, name, door)
-        around_calls(module.get_submodule(name), handler)
+        visit = _through(engine, doors[name]) if name in doors else engine.visit
+        around_calls(module.get_submodule(name), visit if streams is None else _drawing(visit, streams, name))
     if plan.tensor is not None:
         for child in module.modules():
             if isinstance(child, Metric):
@@ -77,20 +77,16 @@ def unwatch_calls(module: nn.Module) -> None:
         plain_calls(child)
 
 
-def _visiting(engine: MeshEngine, door: Handler) -> Handler:
-    return lambda call: engine.visit(lambda: door(call))
+def _through(engine: MeshEngine, door: Handler) -> Handler:
+    return lambda call: engine.visit(partial(door, call))
 
 
-def _drawing(engine: MeshEngine, streams: RandomStreams, name: str, door: Handler) -> Handler:
+def _drawing(visit: Handler, streams: RandomStreams, name: str) -> Handler:
     def handler(call: Call) -> Any:
         with streams.stream(name):
-            return engine.visit(lambda: door(call))
+            return visit(call)
 
     return handler
-
-
-def _made(call: Call) -> Any:
-    return call()
 
 
 def _with_whole_arguments(call: Call) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from lightning_3d.parallel.data.engine import DataEngine
-from lightning_3d.parallel.tensor.doors import whole
 from lightning_3d.parallel.tensor.reading.state import TensorState
 from lightning_3d.parallel.tensor.replay.block import BlockReport
 from lightning_3d.parallel.tensor.replay.blocks import Replays
@@ -35,9 +34,10 @@ class MeshEngine:
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
         """Returns ``step(*args)``, a method of the module that calls it or its parts, with gradients to come."""
-        if self.tensor is None:
+        tensor = self.tensor
+        if tensor is None:
             return self._data.run(step, *args)
-        return self._data.run(partial(self._active, self.tensor, step), *args)
+        return self._data.run(lambda *given: tensor.visit(partial(step, *given)), *args)
 
     def visit(self, call: Callable[[], Any]) -> Any:
         """Returns ``call()``, a use of the module that is no training step; nothing stays gathered behind it."""
@@ -80,8 +80,3 @@ class MeshEngine:
     def rest(self) -> None:
         """Called when no step runs for a while, and before weights are read or written from outside."""
         self._data.rest()
-
-    @staticmethod
-    def _active(tensor: TensorState, step: Callable[..., Any], *args: Any) -> Any:
-        with tensor.activity:
-            return whole(step(*args))

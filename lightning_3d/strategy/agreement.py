@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 
+from lightning_3d.checkpoint.agreement import gather
 from lightning_3d.errors import Lightning3DError, PlanError
 from lightning_3d.initial.replay import InitTape
 from lightning_3d.parallel.tensor.plan import TensorPlan
@@ -30,9 +31,8 @@ def agreed_plan(plan: Plan, group: dist.ProcessGroup) -> Plan:
     """
     if plan.tensor is None or group.size() == 1:
         return plan
-    plans: list[Any] = [None] * group.size()
-    dist.all_gather_object(plans, plan.tensor, group=group)
-    first: TensorPlan = plans[0]
+    plans: list[TensorPlan] = gather(group, plan.tensor)
+    first = plans[0]
     for rank, other in enumerate(plans):
         for mine, theirs in zip(first.rows, other.rows, strict=True):
             if (mine.name, mine.layout) != (theirs.name, theirs.layout):

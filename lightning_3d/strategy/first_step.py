@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -25,17 +25,39 @@ _STAGES: Mapping[TrainerFn, str] = {
     TrainerFn.TESTING: "test",
     TrainerFn.PREDICTING: "predict",
 }
+_LOOPS: Mapping[str, str] = {
+    "training": "fit_loop",
+    "validation": "validate_loop",
+    "test": "test_loop",
+    "predict": "predict_loop",
+}
+
+
+class BegunLoaders:
+    """Loaders of which a batch was taken that cannot begin anew, until the run uses them."""
+
+    def __init__(self) -> None:
+        self._begun: dict[int, tuple[Any, Any]] = {}
+
+    def keep(self, given: Any, begun: Any) -> None:
+        """Remembers what begins with the batch that was taken out of a loader."""
+        self._begun[id(given)] = (given, begun)
+
+    def take(self, given: Any) -> Any:
+        """Returns the loader to use in place of ``given``: one that begins with the batch that was taken out of it."""
+        _, begun = self._begun.pop(id(given), (None, given))
+        return begun
 
 
 class FirstStep:
     """Runs the step that a run is about to begin with, on its first batch.
 
-    Loaders are asked for before the run does it, which is given the same ones. What had to be taken out of a loader
-    that cannot begin anew is given back when that loader is used: see `loader`.
+    Loaders are asked for before the run does it, which is given the same ones.
 
     Attributes:
         method: Name of the module's method.
         args: Its arguments, the batch first.
+        begun: Gives back, when a loader is used, what had to be taken out of it.
 
     Args:
         trainer: The Trainer, its module connected and its data prepared.
@@ -53,7 +75,8 @@ class FirstStep:
         self._data_rank = data_rank
         assert trainer.state.fn is not None, "a run has begun"
         self._stage = _STAGES[trainer.state.fn]
-        self._begun: dict[int, tuple[Any, Any]] = {}
+        self._loop: Any = getattr(trainer, _LOOPS[self._stage])
+        self.begun = BegunLoaders()
         self.method = f"{self._stage}_step"
         self.args = self._first_arguments()
 
@@ -62,11 +85,6 @@ class FirstStep:
         step: Callable[..., Any] = getattr(self._module, self.method)
         with self._context():
             return step(*self.args)
-
-    def loader(self, given: Any) -> Any:
-        """Returns the loader to use in place of ``given``: one that begins with the batch that was taken out of it."""
-        kept, begun = self._begun.pop(id(given), (None, None))
-        return begun if kept is given and begun is not None else given
 
     def _context(self) -> AbstractContextManager[Any]:
         contexts = {
@@ -90,18 +108,12 @@ class FirstStep:
                     fix="check the dataset and the batch size",
                 )
             if begun is not loader:
-                self._begun[id(loader)] = (loader, begun)
+                self.begun.keep(loader, begun)
             batches.append(batch)
         return self._arguments(combined, batches)
 
     def _loaders(self) -> CombinedLoader:
-        loops: dict[str, Any] = {
-            "training": self._trainer.fit_loop,
-            "validation": self._trainer.validate_loop,
-            "test": self._trainer.test_loop,
-            "predict": self._trainer.predict_loop,
-        }
-        source = loops[self._stage]._data_source
+        source = self._loop._data_source
         given = _request_dataloader(source)
         if source.is_module():
             _give_once_more(source.instance, source.name, given)
@@ -111,21 +123,15 @@ class FirstStep:
 
     def _arguments(self, combined: CombinedLoader, batches: list[Any]) -> tuple[Any, ...]:
         several = combined._mode == "sequential"
-        batch = batches[0] if several else _nested(combined, batches)
+        batch = batches[0] if several else tree_unflatten(batches, combined._spec)
         batch = self._precision.convert_input(batch)
         batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
         batch = self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
         if self._stage == "training":
-            return tuple(self._trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0).values())
-        loop: Any = getattr(self._trainer, "validate_loop" if self._stage == "validation" else f"{self._stage}_loop")
+            return tuple(self._loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0).values())
         number = 0 if several and len(batches) > 1 else None
-        kwargs = loop._build_kwargs(batch, 0, number)
-        return tuple(loop._build_step_args_from_hook_kwargs(kwargs, self.method))
-
-
-def _nested(combined: CombinedLoader, batches: Iterable[Any]) -> Any:
-    """Batches in the structure in which the user gave the loaders."""
-    return tree_unflatten(list(batches), combined._spec)
+        kwargs = self._loop._build_kwargs(batch, 0, number)
+        return tuple(self._loop._build_step_args_from_hook_kwargs(kwargs, self.method))
 
 
 def _give_once_more(owner: object, name: str, loaders: Any) -> None:

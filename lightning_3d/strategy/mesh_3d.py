@@ -24,7 +24,7 @@ from lightning_3d.mesh.topology import Topology
 from lightning_3d.plan import ReplayOptions, unwatch_calls, watch_calls
 from lightning_3d.strategy.ends import check_enough_samples
 from lightning_3d.strategy.evaluation import Evaluator
-from lightning_3d.strategy.first_step import FirstStep
+from lightning_3d.strategy.first_step import BegunLoaders, FirstStep
 from lightning_3d.strategy.life import (
     AppliedModule,
     apply_module,
@@ -124,7 +124,7 @@ class Mesh3DStrategy(SavingStrategy):
         super().__init__(StrategyConfig(**options).check())
         self._tape: InitTape | None = None
         self._applied: AppliedModule | None = None
-        self._first_step: FirstStep | None = None
+        self._begun_loaders = BegunLoaders()
         self._runner: StepRunner | None = None
         self._evaluator: Evaluator | None = None
 
@@ -184,9 +184,12 @@ class Mesh3DStrategy(SavingStrategy):
         module = self.lightning_module
         assert module is not None
         if self._applied is None or self._applied.module is not module:
+            step = None
             if self.mesh_spec.tensor > 1:
                 share_generators(self._on_mesh.tensor_group)
-                self._first_step = FirstStep(module.trainer, module, self._precision, data_rank=self.data_rank)
+                step = FirstStep(module.trainer, module, self._precision, data_rank=self.data_rank)
+                # Not the step itself: its batch must not live as long as the run.
+                self._begun_loaders = step.begun
             self._applied = apply_module(
                 module,
                 self._on_mesh,
@@ -194,7 +197,7 @@ class Mesh3DStrategy(SavingStrategy):
                 config=self.config,
                 precision=self._precision,
                 tape=self._tape,
-                step=self._first_step,
+                step=step,
             )
             self._tape = None
             if self.config.explain:
@@ -332,8 +335,7 @@ class Mesh3DStrategy(SavingStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         assert trainer.state.stage is not None
-        if self._first_step is not None:
-            dataloader = self._first_step.loader(dataloader)
+        dataloader = self._begun_loaders.take(dataloader)
         check_enough_samples(dataloader, self.data_size, trainer.state.stage.value)
         return self._on_mesh.ends.process(
             dataloader, trainer, lambda batch, at: self._evaluation.repeat(batch, at, self.batch_to_device)

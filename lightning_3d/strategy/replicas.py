@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_flatten
 
+from lightning_3d.batches.loaders import LoaderInPlace
+from lightning_3d.checkpoint.agreement import gather
 from lightning_3d.errors import BatchError, ModuleError
 
 # Batches after which it is known whether a loader draws in this process; the first one may have been taken before.
@@ -46,11 +48,11 @@ def alike(loader: Any, group: dist.ProcessGroup) -> Any:
     return loader if group.size() == 1 else _AlikeLoader(loader, group)
 
 
-class _AlikeLoader:
+class _AlikeLoader(LoaderInPlace):
     """A loader whose ranks draw the same numbers for an order, for workers, and for batches; else the loader itself."""
 
     def __init__(self, loader: Any, group: dist.ProcessGroup) -> None:
-        vars(self).update(_loader=loader, _group=group)
+        super().__init__(loader, _group=group)
 
     def __iter__(self) -> Iterator[Any]:
         share_generators(self._group)
@@ -61,35 +63,18 @@ class _AlikeLoader:
         for index, batch in enumerate(batches):
             if index < _LOOKED_AT:
                 # All decide alike, so that none waits for the others alone.
-                draws = _any_of(draws or before != _states(), self._group)
+                draws = any(gather(self._group, draws or before != _states()))
             yield batch
             if draws:
                 share_generators(self._group)
             if index < _LOOKED_AT:
                 before = _states()
 
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(vars(self)["_loader"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._loader, name, value)
-
 
 def _states() -> tuple[Any, ...]:
     """What changes when something draws a number."""
     numpy: Any = np.random.get_state()
     return random.getstate(), numpy[1].tobytes(), numpy[2:], torch.get_rng_state().numpy().tobytes()
-
-
-def _any_of(found: bool, group: dist.ProcessGroup) -> bool:
-    answers: list[Any] = [None] * group.size()
-    dist.all_gather_object(answers, found, group=group)
-    return any(answers)
 
 
 class ReplicaCheck:
@@ -110,7 +95,7 @@ class ReplicaCheck:
         Raises:
             BatchError: Names the ranks that differ from the first.
         """
-        different = self._different(batch_digest(batch))
+        different = self._unlike_first(gather(self._group, batch_digest(batch)))
         if different:
             raise BatchError(
                 f"batch {index} differs on tensor-parallel ranks {_listed(different)} from rank {self._ranks[0]}; "
@@ -129,21 +114,17 @@ class ReplicaCheck:
             ModuleError: Names the first that differs, and the ranks.
         """
         digests = {name: _tensor_digest(_local(tensor)) for name, tensor in tensors if not _cut(tensor)}
-        gathered: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(gathered, digests, group=self._group)
+        of_ranks = gather(self._group, digests)
         for name in digests:
-            different = [rank for rank, one in zip(self._ranks, gathered, strict=True) if one[name] != digests[name]]
-            if any(one[name] != gathered[0][name] for one in gathered):
+            different = self._unlike_first([each[name] for each in of_ranks])
+            if different:
                 raise ModuleError(
-                    f"'{name}' differs between ranks {_listed(self._ranks)}: rank {self._ranks[self._group.rank()]} "
-                    f"differs from {_listed(different)}.",
+                    f"'{name}' differs on tensor-parallel ranks {_listed(different)} from rank {self._ranks[0]}.",
                     fix="look for random numbers or branches that depend on the rank",
                 )
 
-    def _different(self, digest: bytes) -> list[int]:
-        gathered: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(gathered, digest, group=self._group)
-        return [rank for rank, other in zip(self._ranks, gathered, strict=True) if other != gathered[0]]
+    def _unlike_first(self, digests: Sequence[bytes]) -> list[int]:
+        return [rank for rank, digest in zip(self._ranks, digests, strict=True) if digest != digests[0]]
 
 
 def batch_digest(batch: Any) -> bytes:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from tests.parity.models import MODELS
 
@@ -60,13 +60,7 @@ class Row:
     @property
     def reference(self) -> Reference:
         """What the row is compared with."""
-        return Reference(
-            model=self.model,
-            accumulate=self.accumulate,
-            precision=self.precision,
-            data=self.data,
-            microbatches=self.microbatches,
-        )
+        return Reference.of(self)
 
     @property
     def mesh(self) -> str:
@@ -96,6 +90,17 @@ class Reference:
     microbatches: int
     tensor: ClassVar[int] = 1
 
+    @classmethod
+    def of(cls, row: Any) -> Reference:
+        """Returns what a row of any axis is compared with."""
+        return cls(
+            model=row.model,
+            accumulate=row.accumulate,
+            precision=row.precision,
+            data=row.data,
+            microbatches=row.microbatches,
+        )
+
     @property
     def strategy(self) -> dict[str, object]:
         """Arguments of the strategy: as many micro-batches as the mesh has in all."""
@@ -103,13 +108,7 @@ class Reference:
 
     def in_fp32(self) -> Reference:
         """The same run in fp32, to measure how far the precision itself is off."""
-        return Reference(
-            model=self.model,
-            accumulate=self.accumulate,
-            precision="32-true",
-            data=self.data,
-            microbatches=self.microbatches,
-        )
+        return replace(self, precision="32-true")
 
 
 def all_rows() -> Iterator[Row]:

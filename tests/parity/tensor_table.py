@@ -64,13 +64,7 @@ class TensorRow:
     @property
     def reference(self) -> Reference:
         """What the row is compared with."""
-        return Reference(
-            model=self.model,
-            accumulate=self.accumulate,
-            precision=self.precision,
-            data=self.data,
-            microbatches=self.microbatches,
-        )
+        return Reference.of(self)
 
     @property
     def mesh(self) -> str:

@@ -253,7 +253,7 @@ def test_what_differs_is_found() -> None:
     for texts in run_spmd(checked, 2, timeout=60):
         assert all("batch 0 differs on tensor-parallel ranks 1 from rank 0" in text for text in texts), texts
     for text in run_spmd(drifted, 2, timeout=60):
-        assert "'net.2.bias' differs between ranks 0, 1" in text
+        assert "'net.2.bias' differs on tensor-parallel ranks 1 from rank 0" in text
 
 
 # ---- replicas stay equal ----

@@ -1,20 +1,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchmetrics.classification import MulticlassAccuracy
@@ -22,19 +17,9 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_3d.initial.materialise import cut, materialise
 from lightning_3d.initial.record import InitRecorder
 from lightning_3d.initial.replay import InitTape
+from tests.unit.worlds import fake_world
 
 CPU = torch.device("cpu")
-
-
-@contextmanager
-def fake_world(size: int, rank: int) -> Iterator[None]:
-    # DTensor caches its decisions with the mesh of their first rank, and this process plays several.
-    _clear_sharding_prop_cache()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 class Tied(nn.Module):

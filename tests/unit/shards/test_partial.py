@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,10 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from lightning_3d.errors import ModuleError
 from lightning_3d.shards import nodes
 from lightning_3d.shards.executor import Shard
-from lightning_3d.shards.group import ShardGroup
-from lightning_3d.shards.layout import join
 from lightning_3d.shards.partial import PartialTensor, divided
 from lightning_3d.shards.threads import ThreadShardGroup, run_threads
+from tests.unit.shards.twins import Twins
 
 # A vector, rows that are cut, a replicated matrix that wants a gradient, a square weight.
 Use = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -188,32 +187,13 @@ def test_uses_on_parts_are_summed_where_they_come_from() -> None:
     assert sums_of(through_keys) == 2
 
 
-class Group(ShardGroup):
-    """One of two ranks that hold the same."""
-
-    def __init__(self) -> None:
-        super().__init__(2, 1)
-
-    def sum(self, value: Tensor) -> Tensor:
-        return 2 * value
-
-    def max(self, value: Tensor) -> Tensor:
-        return value.clone()
-
-    def gather(self, part: Tensor, dim: int, segments: Sequence[int]) -> Tensor:
-        return join([part, part], dim, segments)
-
-    def sum_part(self, value: Tensor, dim: int) -> Tensor:
-        return 2 * value.chunk(2, dim)[self.rank]
-
-
 def ones(*shape: int) -> PartialTensor:
-    return PartialTensor(torch.ones(shape, requires_grad=True), Group())
+    return PartialTensor(torch.ones(shape, requires_grad=True), Twins(1))
 
 
 def test_it_looks_like_its_value() -> None:
     leaf = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
-    partial = PartialTensor(leaf, Group())
+    partial = PartialTensor(leaf, Twins(1))
     assert isinstance(partial, Tensor)
     assert (partial.shape, partial.dtype, partial.device, partial.dim()) == (leaf.shape, leaf.dtype, leaf.device, 2)
     assert partial.requires_grad
@@ -247,7 +227,7 @@ def test_what_does_nothing_gives_the_same_tensor_back() -> None:
 
 
 def test_a_frozen_one_meets_values_that_want_a_gradient() -> None:
-    weight = PartialTensor(torch.ones(2), Group())
+    weight = PartialTensor(torch.ones(2), Twins(1))
     x = torch.ones(2, requires_grad=True)
     product = x * weight
     assert isinstance(product, PartialTensor)
@@ -277,7 +257,7 @@ def test_a_mode_sees_the_division_as_one_call() -> None:
 
     leaf = torch.ones(2, requires_grad=True)
     with Recorder():
-        divided(leaf, Group())
+        divided(leaf, Twins(1))
     assert seen == [divided]
 
 

@@ -7,6 +7,7 @@ of the DTensor's local part, whose gradients are handed over to the parameter as
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -19,7 +20,6 @@ from typing_extensions import Self
 from lightning_3d.errors import ModuleError
 from lightning_3d.parallel.tensor.reading.aliases import alias_properties
 from lightning_3d.shards import executor
-from lightning_3d.shards.gathered import gathered
 from lightning_3d.shards.group import ShardGroup
 from lightning_3d.shards.layout import Layout
 from lightning_3d.shards.partial import PartialTensor
@@ -33,19 +33,24 @@ ClassKey = tuple[type, tuple[str, ...], tuple[str, ...]]
 class Activity:
     """Whether a step of a module runs: forward and backward, since checkpoints compute again in backward.
 
-    A context manager, which may be entered inside itself.
+    A context manager, which may be entered inside itself. What the user has compiled runs as it is inside: Dynamo would
+    break its graph at every operation on shards.
 
     Args:
         group: Forgets what one step remembers when it ends.
     """
 
-    __slots__ = ("_group", "depth")
+    __slots__ = ("_eager", "_group", "depth")
 
     def __init__(self, group: ShardGroup) -> None:
         self._group = group
+        self._eager: AbstractContextManager[None] = nullcontext()
         self.depth = 0
 
     def __enter__(self) -> Self:
+        if not self.depth:
+            self._eager = torch.compiler.set_stance("force_eager")
+            self._eager.__enter__()
         self.depth += 1
         return self
 
@@ -54,6 +59,7 @@ class Activity:
     ) -> None:
         self.depth -= 1
         if not self.depth:
+            self._eager.__exit__(kind, error, trace)
             self._group.forget_copies()
 
     def __bool__(self) -> bool:
@@ -244,13 +250,9 @@ def _hooked(gradient: Tensor, hook: Hook, layout: Layout | None, group: ShardGro
     if layout is None:
         changed = hook(gradient)
         return gradient if changed is None else changed
-    changed = hook(executor.Shard(gradient, layout.dim, layout.segments, group))
-    if changed is None:
-        return gradient
-    if isinstance(changed, executor.Shard) and changed.cut == layout:
-        return changed._local
-    whole = gathered(changed) if isinstance(changed, executor.Shard) else changed
-    return layout.part(whole, group.rank, group.size).contiguous()
+    shard = executor.Shard(gradient, layout.dim, layout.segments, group)
+    changed = hook(shard)
+    return gradient if changed is None else shard.part_of(changed)
 
 
 def read_leaf(module: nn.Module, name: str) -> Tensor:

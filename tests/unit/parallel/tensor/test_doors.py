@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,29 +12,9 @@ from lightning_3d.errors import ModuleError
 from lightning_3d.graph.calls import around_calls, plain_calls
 from lightning_3d.parallel.tensor.doors import BlockDoor, locals_of, shards_again, whole
 from lightning_3d.shards.executor import Shard
-from lightning_3d.shards.group import ShardGroup
-from lightning_3d.shards.layout import join
 from lightning_3d.shards.partial import PartialTensor
 from lightning_3d.shards.threads import ThreadShardGroup, run_threads
-
-
-class Group(ShardGroup):
-    """One of two ranks that hold the same."""
-
-    def __init__(self) -> None:
-        super().__init__(2, 0)
-
-    def sum(self, value: Tensor) -> Tensor:
-        return 2 * value
-
-    def max(self, value: Tensor) -> Tensor:
-        return value.clone()
-
-    def gather(self, part: Tensor, dim: int, segments: Sequence[int]) -> Tensor:
-        return join([part, part], dim, segments)
-
-    def sum_part(self, value: Tensor, dim: int) -> Tensor:
-        return 2 * value.chunk(2, dim)[self.rank]
+from tests.unit.shards.twins import Twins
 
 
 class Block(nn.Module):
@@ -51,12 +30,12 @@ class Block(nn.Module):
         return {"x": x * self.weight, "other": [other["y"], "text"]}
 
 
-def shard(local: Tensor, group: Group | None = None) -> Shard:
-    return Shard(local, 0, (2 * len(local),), group or Group())
+def shard(local: Tensor, group: Twins | None = None) -> Shard:
+    return Shard(local, 0, (2 * len(local),), group or Twins())
 
 
 def test_shards_in_containers_become_locals_and_shards_again() -> None:
-    first, second, plain = shard(torch.ones(2)), Shard(torch.zeros(1, 6), 1, (4, 8), Group()), torch.ones(3)
+    first, second, plain = shard(torch.ones(2)), Shard(torch.zeros(1, 6), 1, (4, 8), Twins()), torch.ones(3)
     tree = ((first, [plain, {"a": second}]), None, "text")
     opened, cuts = locals_of(tree)
     assert opened[0][0] is first._local
@@ -78,7 +57,7 @@ def test_without_shards_nothing_is_touched() -> None:
 
 def test_a_shard_of_a_shard_is_opened_to_the_plain_tensor() -> None:
     plain = torch.ones(2, 3)
-    outer = Shard(Shard(plain, 0, (4,), Group()), 1, (6,), Group())
+    outer = Shard(Shard(plain, 0, (4,), Twins()), 1, (6,), Twins())
     opened, cuts = locals_of([outer])
     assert opened[0] is plain
     closed = shards_again(opened, cuts, nn.Identity())[0]
@@ -180,7 +159,7 @@ def test_partial_gradients_end_at_doors() -> None:
     block = Block()
     around_calls(block, BlockDoor(block).around)
     inputs = torch.ones(2, requires_grad=True)
-    partial = PartialTensor(inputs, Group())
+    partial = PartialTensor(inputs, Twins())
     opened, cuts = locals_of([partial, 1])
     assert type(opened[0]) is Tensor
     assert cuts is None
