@@ -12,7 +12,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.checkpoint.packed import NO_LAYOUTS, PackedTensor, gathered, packed
+from lightning_3d.checkpoint.packed import NO_LAYOUTS, PackedTensor, packed
+from lightning_3d.shards.held import gathered
 from lightning_3d.shards.layout import Layout
 
 # Wrappers that other libraries put around a module; a checkpoint does not know of them.

@@ -1,14 +1,11 @@
 """Packed and padded parameters in a checkpoint: every rank says which original rows it holds, run by run.
 
-On the tensor axis a packed weight (q, k and v in one matrix) is a DTensor that says ``Shard(dim)``, while a rank's part
-is its share of each segment. What DTensor makes of the parts is therefore in another order than the model's own.
-One whose length the ranks do not divide is longer than the model's own: its last part is padded. :class:`PackedTensor`
-stands for such tensors wherever they leave or enter a checkpoint.
+What DTensor takes for the whole of such a parameter is in another order than the model's own, or longer.
+:class:`PackedTensor` stands for it wherever it leaves or enters a checkpoint.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
@@ -18,10 +15,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import CheckpointError
 from lightning_3d.mesh.spec import AXES
+from lightning_3d.shards.held import Run, in_order, runs_on_mesh
 from lightning_3d.shards.layout import Layout
 
 # Layouts of a module that has nothing packed or padded.
@@ -38,62 +36,6 @@ _ELEMENTWISE = (
     _aten.empty_like.default,
     _aten.copy_.default,
 )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """A block of the original tensor that lies in one piece in a rank's part.
-
-    Attributes:
-        offsets: Where the block begins in the original tensor.
-        sizes: Its shape.
-        start: Where it begins in the rank's part, along the packed dim.
-    """
-
-    offsets: torch.Size
-    sizes: torch.Size
-    start: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Chunk:
-    """A further cut of a rank's part: one of ``count`` chunks of ``dim``, as ``torch.chunk`` cuts."""
-
-    dim: int
-    index: int
-    count: int
-
-
-def held_runs(shape: Sequence[int], layout: Layout, rank: int, size: int, chunks: Sequence[Chunk]) -> tuple[Run, ...]:
-    """Returns which blocks of a packed tensor a rank holds, in the order of its part.
-
-    Args:
-        shape: The original, global shape.
-        layout: How the tensor axis cuts it; its padding is in no block.
-        rank: The rank's position on the tensor axis.
-        size: The tensor axis' degree.
-        chunks: How other axes cut the tensor rank's part, outermost first.
-    """
-    lengths = list(shape)
-    lengths[layout.dim] = layout.padded_length(size)
-    starts = [0] * len(lengths)
-    for chunk in chunks:
-        longest = -(-lengths[chunk.dim] // chunk.count)
-        skipped = min(chunk.index * longest, lengths[chunk.dim])
-        starts[chunk.dim] += skipped
-        lengths[chunk.dim] = min(longest, lengths[chunk.dim] - skipped)
-    if 0 in lengths:
-        return ()
-    runs = []
-    begin, position = starts[layout.dim], 0
-    for origin, length in layout.runs(rank, size):
-        first, last = max(position, begin), min(position + length, begin + lengths[layout.dim])
-        if first < last:
-            offsets, sizes = [*starts], [*lengths]
-            offsets[layout.dim], sizes[layout.dim] = origin + first - position, last - first
-            runs.append(Run(offsets=torch.Size(offsets), sizes=torch.Size(sizes), start=first - begin))
-        position += length
-    return tuple(runs)
 
 
 class PackedTensor(Tensor):
@@ -146,22 +88,12 @@ class PackedTensor(Tensor):
 
     def full_tensor(self) -> Tensor:
         """Returns the whole tensor in its original order. All ranks of the mesh call it together."""
-        size = self.device_mesh.size(_tensor_axis(self.device_mesh))
-        return self.packing.whole(gathered(self.shards).chunk(size, self.packing.dim))
+        return in_order(self.shards, self.packing, _tensor_axis(self.device_mesh))
 
     def runs(self) -> tuple[Run, ...]:
         """Returns which blocks of the original tensor this rank holds."""
-        mesh, placements = self.shards.device_mesh, self.shards.placements
-        coordinate = mesh.get_coordinate()
-        assert coordinate is not None, "a rank has state of its own mesh"
-        axis = _tensor_axis(mesh)
-        # Whatever is strided in DTensor's words is a chunk of the tensor rank's part in ours.
-        chunks = [
-            Chunk(dim=cast(Any, placement).dim, index=coordinate[number], count=mesh.size(number))
-            for number, placement in enumerate(placements)
-            if number != axis and not isinstance(placement, Replicate)
-        ]
-        return held_runs(self.shape, self.packing, coordinate[axis], mesh.size(axis), chunks)
+        mesh = self.device_mesh
+        return runs_on_mesh(self.shape, mesh, self.shards.placements, self.packing, _tensor_axis(mesh))
 
     def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.shards.to_local())
@@ -244,16 +176,6 @@ def check_free(shape: torch.Size, parameter: PackedTensor, owner: str) -> None:
             fix=f"an optimizer whose state has the parameter's shape (AdamW, SGD), or tensor_plan={{{owner!r}: "
             "'replicate'}",
         )
-
-
-def gathered(shards: DTensor) -> Tensor:
-    """Returns what DTensor takes for the whole tensor. All ranks of the mesh call it together."""
-    placements = [*shards.placements]
-    # One axis after the other, chunks of the ranks' parts first; torch warns of a redistribution of several.
-    for axis in range(len(placements)):
-        placements[axis] = Replicate()
-        shards = shards.redistribute(placements=placements)
-    return shards.to_local()
 
 
 def unpacked(value: Any) -> Any:

@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_3d.checkpoint.layout import every_name, laid_out, module_state, module_tensors
-from lightning_3d.checkpoint.packed import Chunk, PackedTensor, held_runs, packed, packed_like, unpacked
+from lightning_3d.checkpoint.packed import PackedTensor, packed, packed_like, unpacked
 from lightning_3d.errors import CheckpointError
 from lightning_3d.mesh.spec import MeshSpec
+from lightning_3d.shards.held import Chunk, held_runs
 from lightning_3d.shards.layout import Layout
 from tests.spmd.packed import TIED, Stack, cut_over, expected_part, mesh_of, packed_of
 from tests.unit.worlds import fake_world
