@@ -18,14 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import CheckpointError
-from lightning_3d.mesh.spec import AXES
+from lightning_3d.mesh.spec import TENSOR_AXIS
 from lightning_3d.shards.held import Run, in_order, runs_on_mesh
 from lightning_3d.shards.layout import Layout
 
 # Layouts of a module that has nothing packed or padded.
 NO_LAYOUTS: Mapping[str, Layout] = MappingProxyType({})
 
-_TENSOR_AXIS = next(axis.name for axis in AXES if axis.key == "tensor")
 _aten = torch.ops.aten
 # What may happen to a value of a state dict: it acts on each element alone, so the order does not matter.
 _ELEMENTWISE = (
@@ -127,7 +126,7 @@ def packed(value: Any, layout: Layout | None) -> Any:
     """
     if layout is None or not isinstance(value, DTensor):
         return value
-    if _TENSOR_AXIS not in (value.device_mesh.mesh_dim_names or ()):
+    if TENSOR_AXIS not in (value.device_mesh.mesh_dim_names or ()):
         return value
     axis = _tensor_axis(value.device_mesh)
     if not layout.packed and layout.fits(value.device_mesh.size(axis)):
@@ -185,4 +184,4 @@ def unpacked(value: Any) -> Any:
 
 def _tensor_axis(mesh: DeviceMesh) -> int:
     assert mesh.mesh_dim_names is not None
-    return mesh.mesh_dim_names.index(_TENSOR_AXIS)
+    return mesh.mesh_dim_names.index(TENSOR_AXIS)

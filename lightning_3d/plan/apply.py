@@ -13,12 +13,14 @@ from lightning_3d.initial.broadcast import broadcast_module
 from lightning_3d.initial.materialise import materialise
 from lightning_3d.initial.replay import InitTape
 from lightning_3d.mesh.device import data_axis_mesh, data_mesh, tensor_mesh
+from lightning_3d.mesh.spec import TENSOR_AXIS
 from lightning_3d.parallel.data.apply import apply_data
 from lightning_3d.parallel.data.scalars import move_scalars
 from lightning_3d.parallel.tensor.apply import apply_tensor
 from lightning_3d.plan.engine import MeshEngine
 from lightning_3d.plan.make import Plan
 from lightning_3d.shards.group import ProcessShardGroup, ShardOptions
+from lightning_3d.shards.resting import let_rest
 
 
 def apply_plan(
@@ -72,6 +74,7 @@ def apply_plan(
     if tape is not None:
         parameters_on = torch.device("cpu") if plan.data.cpu_offload else None
         materialise(module, tape, device=device, parameters_on=parameters_on, layouts=plan.layouts)
+    let_rest(module, plan.layouts, TENSOR_AXIS)
     if tensor is not None:
         tensor.settle()
     return MeshEngine(data, tensor)

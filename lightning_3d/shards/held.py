@@ -142,6 +142,9 @@ class Held:
         layout: How the tensor axis cuts it; None if it does not.
         axis: The tensor axis' number in the mesh; None if it has none.
         runs: What this rank holds.
+        cut: Whether ranks hold different parts.
+        padded: Whether parts have zeros at their ends that are no elements.
+        in_order: Whether it is what DTensor takes it for.
     """
 
     name: str = field(compare=False)
@@ -151,6 +154,9 @@ class Held:
     layout: Layout | None
     axis: int | None
     runs: tuple[Run, ...] = field(compare=False)
+    cut: bool
+    padded: bool
+    in_order: bool
 
     @classmethod
     def of(cls, name: str, parameter: DTensor, layout: Layout | None, axis_name: str) -> Self:
@@ -168,6 +174,7 @@ class Held:
         if layout is not None:
             shape[layout.dim] = layout.length
         runs = runs_on_mesh(shape, mesh, placements, layout, axis) if shape else ()
+        padded = layout is not None and axis is not None and not layout.fits(mesh.size(axis))
         return cls(
             name=name,
             shape=torch.Size(shape),
@@ -176,22 +183,10 @@ class Held:
             layout=layout,
             axis=axis,
             runs=runs,
+            cut=not all(isinstance(placement, Replicate) for placement in placements),
+            padded=padded,
+            in_order=layout is None or not (layout.packed or padded),
         )
-
-    @property
-    def cut(self) -> bool:
-        """Whether ranks hold different parts."""
-        return not all(isinstance(placement, Replicate) for placement in self.placements)
-
-    @property
-    def padded(self) -> bool:
-        """Whether parts have zeros at their ends that are no elements."""
-        return self.layout is not None and self.axis is not None and not self.layout.fits(self.mesh.size(self.axis))
-
-    @property
-    def in_order(self) -> bool:
-        """Whether it is what DTensor takes it for."""
-        return self.layout is None or not (self.layout.packed or self.padded)
 
     @property
     def dim(self) -> int:

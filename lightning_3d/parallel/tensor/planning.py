@@ -19,6 +19,7 @@ from lightning_3d.parallel.tensor.plan import TensorPlan, plan_tensor
 from lightning_3d.parallel.tensor.regions.plan import Region, RegionPlan, plan_regions, region_candidates
 from lightning_3d.parallel.tensor.trace.observer import TensorTrace, Traced
 from lightning_3d.parallel.tensor.trace.rehearsal import Rehearsal
+from lightning_3d.parallel.tensor.twins import UsedParameters, with_twins
 
 Step = Callable[[], Any]
 
@@ -59,7 +60,8 @@ def find_tensor_plan(
     hinted = hinted_regions(module)
     sampled = [candidate.module for candidate in region_candidates(module, overrides, hinted)]
     trace = partial(_traced, module, step, parameters, stacks, overrides, pad_vocabulary)
-    traced = trace(size, sampled=sampled, observers=observers)
+    used = UsedParameters(parameters)
+    traced = trace(size, sampled=sampled, observers=[*observers, used])
     candidates = region_candidates(module, overrides, hinted, traced.reads)
     regions = RegionPlan()
     if candidates:
@@ -75,6 +77,7 @@ def find_tensor_plan(
         sequence=sequence,
         useful=lambda degree: bool(trace(degree).styles),
     )
+    plan = with_twins(plan, module, parameters, used.names)
     rehearse = partial(_rehearsed, module, step, parameters, stacks)
     if sequence:
         # Cut sequences are met by other parameters than whole ones.
