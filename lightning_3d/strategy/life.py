@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning.pytorch import LightningModule
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_3d.checkpoint.layout import every_name
 from lightning_3d.config.schema import StrategyConfig
 from lightning_3d.errors import ModuleError
+from lightning_3d.graph.compiled import compiled_parts
 from lightning_3d.graph.parameters import class_name
 from lightning_3d.initial.broadcast import BufferBroadcast
 from lightning_3d.initial.replay import InitTape
@@ -30,6 +32,7 @@ from lightning_3d.strategy.first_step import FirstStep
 from lightning_3d.strategy.run import RunOnMesh
 
 _WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
+_MOST_NAMES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,9 @@ def apply_module(
     """
     check_untouched(module)
     check_recorded(module, tape)
+    compiled = compiled_parts(module) if spec.tensor > 1 else ()
+    if compiled:
+        rank_zero_info(compiled_notice(compiled))
     precision.convert_module(module)
     # Manual optimization runs backward inside the step, which only an engine of units can follow.
     inside = not module.automatic_optimization and spec.data > 1
@@ -124,6 +130,20 @@ def check_recorded(module: nn.Module, tape: InitTape | None) -> None:
             "configure_model, so their initial values are unknown.",
             fix="build the model in configure_model, without torch.device('meta')",
         )
+
+
+def compiled_notice(parts: Sequence[str]) -> str:
+    """Returns what a user should know who has compiled parts of a module that the tensor axis cuts.
+
+    Args:
+        parts: Their names.
+    """
+    others = len(parts) - _MOST_NAMES
+    names = ", ".join(parts[:_MOST_NAMES]) + (f" and {others} more" if others > 0 else "")
+    return (
+        f"On the tensor axis torch.compile is left out of {names}, since it does not see through cut tensors. "
+        "Mesh3DStrategy(compile=True) compiles the blocks instead."
+    )
 
 
 def check_untouched(module: nn.Module) -> None:

@@ -5,7 +5,13 @@ import torch
 from torch import nn
 
 from lightning_3d.errors import ModuleError
-from lightning_3d.strategy.life import check_optimizers, check_recorded, check_untouched, optimizer_parameters
+from lightning_3d.strategy.life import (
+    check_optimizers,
+    check_recorded,
+    check_untouched,
+    compiled_notice,
+    optimizer_parameters,
+)
 
 
 def test_plain_modules_are_accepted() -> None:
@@ -36,3 +42,11 @@ def test_parameters_of_optimizers_come_once_and_in_order() -> None:
     second = torch.optim.SGD([module.weight], lr=0.1)
     found = optimizer_parameters([first, second])
     assert [id(parameter) for parameter in found] == [id(module.bias), id(module.weight)]
+
+
+def test_the_notice_of_compiled_parts_names_some_of_them() -> None:
+    assert "left out of model, Net.forward, since" in compiled_notice(["model", "Net.forward"])
+    assert "left out of 0, 1, 2, 3, 4, since" in compiled_notice(list(map(str, range(5))))
+    many = compiled_notice(list(map(str, range(7))))
+    assert "left out of 0, 1, 2, 3, 4 and 2 more, since" in many
+    assert "Mesh3DStrategy(compile=True)" in many

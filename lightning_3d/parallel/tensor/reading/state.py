@@ -41,8 +41,11 @@ class TensorState:
 
     def visit(self, call: Callable[[], Any]) -> Any:
         """Returns ``call()``, a use of the module; with whole results if no step of it runs."""
-        if self.activity:
-            return call()
+        return call() if self.activity else self._visit(call)
+
+    # A caller may be compiled, and would compile everything inside.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _visit(self, call: Callable[[], Any]) -> Any:
         with self.activity:
             return whole(call())
 

@@ -58,7 +58,9 @@ class Body:
     def _guarded(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         def call(*operands: Tensor) -> Any:
             try:
-                return compiled(*operands)
+                # Around it the user's own compiled parts run as they are.
+                with torch.compiler.set_stance("default"):
+                    return compiled(*operands)
             except TorchDynamoException as failure:
                 self.problem = str(failure).strip().partition("\n")[0]
                 self.best = self.function

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -93,6 +94,28 @@ def test_a_step_that_fails_is_over(cut: Apply) -> None:
         _ = 1 / 0
     assert not state.activity
     assert isinstance(layer.weight, DTensor)
+
+
+def test_what_the_user_has_compiled_runs_as_it_is_in_a_step(cut: Apply) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    layer, other = nn.Linear(2, 4), torch.compile(nn.Linear(2, 2), backend="eager")
+    state = cut(layer, {"weight": Layout(0, (4,))})
+
+    def use() -> Tensor:
+        return torch.compile(layer, backend="eager")(other(torch.ones(1, 2)))
+
+    assert state.visit(use).shape == (1, 4)
+    with state.activity:
+        assert state.visit(use).shape == (1, 4)
+    assert not counters["frames"]
+    # Also where what makes the visit is compiled itself, of which only the visit is left out.
+    with torch.no_grad():
+        assert torch.compile(lambda x: state.visit(use) + x, backend="eager")(torch.ones(1)).shape == (1, 4)
+    assert counters["graph_break"]
+    counters.clear()
+    other(torch.ones(1, 2))
+    assert counters["frames"]["total"] == 1
 
 
 def test_what_a_step_remembers_is_forgotten_at_its_end(cut: Apply) -> None:

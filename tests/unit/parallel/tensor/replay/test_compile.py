@@ -58,3 +58,12 @@ def test_what_cannot_be_compiled_goes_on_as_it_is() -> None:
     for x in inputs(5):
         twins.call(x)
     assert "block: replayed, not compiled: " in str(twins.replay.report())
+
+
+def test_programs_are_compiled_where_all_else_runs_as_it_is() -> None:
+    block = Compiled()
+    twins = Twins(block, compile=True, backend="eager")
+    with torch.compiler.set_stance("force_eager"):
+        for x in inputs(5):
+            twins.call(x)
+    assert counters["stats"]["unique_graphs"] == 1
