@@ -70,11 +70,20 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class HiddenLeaf:
-    """A tensor in an output that another rank may have to stand in for."""
+    """A tensor in an output that another rank may have to stand in for.
+
+    Attributes:
+        shape: Its global shape.
+        dtype: Its dtype.
+        requires_grad: Whether it needs a gradient.
+        same_as: Index of the same tensor in the flat output of the call, if it stands there: earlier in it, or for
+            what is returned inside, anywhere. That one is noted as hidden, with the call as its origin.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    same_as: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,170 @@
+"""Hidden values of one run of a step, by identity: who made each, and which functions are counted.
+
+The same bookkeeping serves the recording of a step and the runs of its stages, so that both give the same names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_3d.parallel.pipeline.record.step import (
+    ArgumentLeaf,
+    ConstantLeaf,
+    HiddenLeaf,
+    Leaf,
+    Origin,
+    Structure,
+)
+from lightning_3d.shards.protocol import writes_to_first
+
+Function = Callable[..., Any]
+
+# What they tell of a tensor is known of a placeholder too.
+_ABOUT = frozenset(
+    {"size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "get_device", "element_size"}
+    | {"is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_same_size", "is_tensor", "is_inference"}
+    | {"__len__", "__hash__", "__repr__", "__str__", "data_ptr", "is_shared", "has_names", "is_storage", "result_type"}
+    | {"requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook", "is_set_to"}
+)
+_ACCESSES = ("__get__", "__set__", "__delete__")
+# Properties that compute another tensor.
+_OPERATIONS = ("T", "mT", "H", "mH", "real", "imag", "data")
+
+
+def counted(
+    function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], is_hidden: Callable[[object], bool]
+) -> bool:
+    """Returns whether a function at the level of containers is counted: it computes with hidden values or parameters.
+
+    What works on the batch alone is not, so that masks and positions may be computed in another way on another rank.
+
+    Args:
+        function: A function of torch.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        is_hidden: Whether something is a hidden value or a parameter.
+    """
+    name = getattr(function, "__name__", "")
+    if name in _ABOUT:
+        return False
+    if name in _ACCESSES and getattr(getattr(function, "__self__", None), "__name__", "") not in _OPERATIONS:
+        return False
+    return any(map(is_hidden, pytree.tree_leaves((args, kwargs))))
+
+
+@dataclass(slots=True, eq=False)
+class Hidden:
+    """A hidden value.
+
+    Attributes:
+        value: The tensor, kept so that its identity lasts.
+        origin: Who made it, or wrote to it last.
+        position: Blocks that had begun then.
+        requires_grad: Whether it needed a gradient then.
+        used: Position of its last use.
+    """
+
+    value: Tensor
+    origin: Origin
+    position: int
+    requires_grad: bool
+    used: int = field(default=-1)
+
+
+class HiddenValues:
+    """All hidden values of one run, in the order in which they were made."""
+
+    def __init__(self) -> None:
+        self._now: dict[int, Hidden] = {}
+        self._all: list[Hidden] = []
+        self._calls: Counter[str] = Counter()
+        self._functions = 0
+
+    def __iter__(self) -> Iterator[Hidden]:
+        return iter(self._all)
+
+    def find(self, value: object) -> Hidden | None:
+        """Returns what is known of a value; None if it is not hidden."""
+        return self._now.get(id(value))
+
+    def count(self, module: str) -> int:
+        """Returns the number of a call of a module that begins now."""
+        number = self._calls[module]
+        self._calls[module] += 1
+        return number
+
+    def made(self, value: Tensor, origin: Origin, position: int) -> None:
+        """Notes a tensor as new, or as written to, by its origin."""
+        found = Hidden(value=value, origin=origin, position=position, requires_grad=value.requires_grad)
+        self._now[id(value)] = found
+        self._all.append(found)
+
+    def made_by_call(self, origin: Origin, output: Any, position: int, arguments: Sequence[Any]) -> None:
+        """Notes the output of a call of a watched module.
+
+        Args:
+            origin: Of its first output.
+            output: What it returned.
+            position: Blocks that had begun.
+            arguments: The flat arguments: what is passed through keeps its origin.
+        """
+        seen = {id(leaf) for leaf in arguments}
+        for index, leaf in enumerate(pytree.tree_leaves(output)):
+            if isinstance(leaf, Tensor) and id(leaf) not in seen:
+                seen.add(id(leaf))
+                self.made(leaf, numbered(origin, index), position)
+
+    def made_by_function(self, function: Function, args: tuple[Any, ...], output: Any, position: int) -> None:
+        """Notes the result of a counted function at the level of containers; its number is that of these calls."""
+        name = getattr(function, "__name__", str(function))
+        origin = Origin(kind="function", maker=name, call=self._functions)
+        self._functions += 1
+        written = args[0] if args and writes_to_first(function) else None
+        # __setitem__ returns nothing.
+        leaves = [written] if output is None else pytree.tree_leaves(output)
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and (leaf is written or id(leaf) not in self._now):
+                self.made(leaf, numbered(origin, index), position)
+
+
+def numbered(origin: Origin, output: int) -> Origin:
+    """Returns the origin of another output of the same call."""
+    return Origin(kind=origin.kind, maker=origin.maker, call=origin.call, output=output)
+
+
+def structure(output: Any, arguments: Sequence[Any], outer: Sequence[Any] = ()) -> Structure:
+    """Returns an output without its values.
+
+    Args:
+        output: What a call returned.
+        arguments: Flat arguments of the call, or of the one around it for what is returned inside.
+        outer: Flat output of the call around it.
+    """
+    leaves, spec = pytree.tree_flatten(output)
+    places = {id(leaf): index for index, leaf in reversed([*enumerate(arguments)]) if _has_identity(leaf)}
+    outputs = {id(leaf): index for index, leaf in reversed([*enumerate(outer or leaves)]) if isinstance(leaf, Tensor)}
+
+    def described(index: int, leaf: Any) -> Leaf:
+        if id(leaf) in places:
+            return ArgumentLeaf(places[id(leaf)])
+        if not isinstance(leaf, Tensor):
+            return ConstantLeaf(leaf)
+        same = outputs.get(id(leaf))
+        return HiddenLeaf(
+            shape=tuple(leaf.shape),
+            dtype=leaf.dtype,
+            requires_grad=leaf.requires_grad,
+            same_as=None if not outer and same == index else same,
+        )
+
+    return Structure(leaves=tuple(described(*each) for each in enumerate(leaves)), spec=spec)
+
+
+def _has_identity(leaf: Any) -> bool:
+    return not isinstance(leaf, (bool, int, float, complex, str, bytes, type(None), type))
