@@ -16,6 +16,7 @@ from lightning_3d.parallel.tensor.replay.block import ReplayOptions
 from lightning_3d.parallel.tensor.replay.blocks import Replays
 from lightning_3d.plan.engine import MeshEngine
 from lightning_3d.plan.make import Plan
+from lightning_3d.plan.recompute import block_handler, recomputing
 from lightning_3d.random.streams import RandomStreams
 
 
@@ -26,6 +27,7 @@ def watch_calls(
     streams: RandomStreams | None,
     *,
     replay: ReplayOptions | None = None,
+    activation_checkpointing: str = "none",
 ) -> None:
     """Makes calls of the module's parts work anywhere, and blocks and outer modules draw from streams of their own.
 
@@ -39,14 +41,18 @@ def watch_calls(
         engine: Gathers what a call needs.
         streams: None leaves randomness to torch's generator.
         replay: How blocks are replayed; None runs them as they are.
+        activation_checkpointing: What blocks compute again in backward: "none", "selective" or "full".
     """
     around_calls(module, engine.visit)
     for name in containers(module, plan.stacks):
         around_calls(module.get_submodule(name), engine.visit)
     blocks = [block for stack in plan.stacks for block in stack.blocks]
     doors = _tensor_doors(module, plan, engine, blocks, replay)
+    through = recomputing(activation_checkpointing)
+    inner = {name: block_handler(doors.get(name), through) for name in blocks}
     for name in (*blocks, *outer_modules(module, plan.stacks)):
-        visit = _through(engine, doors[name]) if name in doors else engine.visit
+        handler = inner.get(name)
+        visit = engine.visit if handler is None else _through(engine, handler)
         around_calls(module.get_submodule(name), visit if streams is None else _drawing(visit, streams, name))
     if plan.tensor is not None:
         for child in module.modules():
@@ -56,19 +62,19 @@ def watch_calls(
 
 def _tensor_doors(
     module: nn.Module, plan: Plan, engine: MeshEngine, blocks: list[str], replay: ReplayOptions | None
-) -> dict[str, Handler]:
-    """What stands around the blocks on the tensor axis; inside they are replayed, and experts are local regions."""
+) -> dict[str, BlockDoor]:
+    """The doors of the blocks on the tensor axis; inside they are replayed, and experts are local regions."""
     if plan.tensor is None or engine.tensor is None:
         return {}
     parts = {name: module.get_submodule(name) for name in blocks}
     state, regions = engine.tensor, plan.tensor.regions
     run_regions(module, regions, state.group)
     if replay is None:
-        return {name: BlockDoor(part).around for name, part in parts.items()}
+        return {name: BlockDoor(part) for name, part in parts.items()}
     kept = [module.get_submodule(region.module) for region in regions]
     replays = Replays(parts, state.group, read=state.read, options=replay, kept=kept)
     engine.replays = replays
-    return {name: BlockDoor(part, replays.handler(name)).around for name, part in parts.items()}
+    return {name: BlockDoor(part, replays.handler(name)) for name, part in parts.items()}
 
 
 def unwatch_calls(module: nn.Module) -> None:

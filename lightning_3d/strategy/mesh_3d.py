@@ -158,7 +158,14 @@ class Mesh3DStrategy(SavingStrategy):
         applied = self._apply()
         run = self._on_mesh
         replay = ReplayOptions(compile=self.config.compile) if self.config.replay else None
-        watch_calls(applied.module, applied.plan, applied.engine, run.streams, replay=replay)
+        watch_calls(
+            applied.module,
+            applied.plan,
+            applied.engine,
+            run.streams,
+            replay=replay,
+            activation_checkpointing=self.config.activation_checkpointing,
+        )
         applied.doors.open()
         self._runner = StepRunner(
             applied.module,

@@ -12,6 +12,8 @@ from tests.parity.tensor_models import TENSOR_MODELS, WITH_EXPERTS
 MESHES = ((2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 2, 3), (4, 2, 1), (4, 2, 3))
 # Models whose blocks compile: they fill no key-value cache and drop nothing that is cut.
 COMPILED = ("packed GPT (tied)", "reference Llama", "HF GPT-NeoX")
+# Models with dropout inside their blocks, which has to come out the same when it is computed again.
+RECOMPUTED = ("HF Llama (GQA)", "HF GPT-2 (eager)", "packed GPT (tied)", "nn.TransformerEncoder")
 SEQUENCE_MESHES = ((2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 2, 3))
 
 
@@ -30,6 +32,7 @@ class TensorRow:
         precision: Name of the precision.
         microbatches: Micro-batches of each rank's batch.
         replay: Blocks are recorded and replayed.
+        recompute: ``activation_checkpointing``.
     """
 
     model: str
@@ -42,6 +45,7 @@ class TensorRow:
     precision: str = "64-true"
     microbatches: int = 1
     replay: bool = True
+    recompute: str = "none"
 
     @property
     def world(self) -> int:
@@ -59,6 +63,7 @@ class TensorRow:
             "num_microbatches": self.microbatches,
             "tensor_random": "exact",
             "replay": self.replay,
+            "activation_checkpointing": self.recompute,
         }
 
     @property
@@ -76,6 +81,7 @@ class TensorRow:
         """What is on beside the mesh."""
         found = [name for name in ("sequence", "compile") if getattr(self, name)]
         found += [] if self.replay else ["no replay"]
+        found += [] if self.recompute == "none" else [f"recompute {self.recompute}"]
         found += [f"accumulate {self.accumulate}"] if self.accumulate > 1 else []
         found += [f"microbatches {self.microbatches}"] if self.microbatches > 1 else []
         return ", ".join(found)
@@ -101,6 +107,10 @@ def all_tensor_rows() -> Iterator[TensorRow]:
         for zero in (1, 3):
             yield TensorRow(model=model, tensor=2, data=2, zero=zero, accumulate=4, microbatches=2)
         yield TensorRow(model=model, tensor=2, data=2, zero=3, precision="bf16-master")
+    for model in RECOMPUTED:
+        for kind in ("selective", "full"):
+            yield TensorRow(model=model, tensor=2, recompute=kind)
+            yield TensorRow(model=model, tensor=2, data=2, zero=3, sequence=True, recompute=kind)
     for model in COMPILED:
         yield TensorRow(model=model, tensor=2, compile=True)
 
@@ -115,4 +125,6 @@ def quick_tensor_rows() -> Iterator[TensorRow]:
     yield TensorRow(model="packed GPT (tied)", tensor=2, data=2, zero=1, accumulate=4, microbatches=2)
     yield TensorRow(model=COMPILED[0], tensor=2, compile=True)
     yield TensorRow(model="HF GPT-2 (sdpa)", tensor=2, replay=False)
+    for model, kind in zip(RECOMPUTED, ("selective", "full", "full", "selective"), strict=True):
+        yield TensorRow(model=model, tensor=2, recompute=kind)
     yield TensorRow(model="reference GPT", tensor=2, precision="bf16-mixed")

@@ -1,0 +1,97 @@
+"""Activation checkpointing: what a block keeps for backward, and what it computes again there.
+
+"full" keeps the inputs of each block (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"). "selective"
+keeps the products with weights and computes the rest again, the core of attention above all: it takes much memory and
+little computation (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 5).
+Key-value caches, which nobody reads in training, are not filled: they would keep what is to be computed again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from lightning_3d.graph.calls import Call, Handler
+from lightning_3d.parallel.tensor.doors import BlockDoor, Run, Through
+from lightning_3d.parallel.tensor.replay.caches import is_cache
+
+_KEPT = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.convolution.default,
+    }
+)
+
+
+def recomputing(kind: str) -> Through | None:
+    """Returns what runs a call and computes it again in backward; None for the kind "none".
+
+    Args:
+        kind: "none", "selective" or "full".
+    """
+    if kind == "none":
+        return None
+    contexts = None if kind == "full" else partial(create_selective_checkpoint_contexts, _policy)
+    return partial(_checkpointed, contexts)
+
+
+def around_block(call: Call, door: BlockDoor | None, through: Through) -> Any:
+    """Makes a call of a block that is computed again in backward; the tensor axis' door stands outside of that."""
+    if door is not None:
+        return door.around(call, through)
+    return through(lambda args, kwargs: call.function(*args, **kwargs), call.args, call.kwargs)
+
+
+def block_handler(door: BlockDoor | None, through: Through | None) -> Handler | None:
+    """Returns what stands directly around a block, outside of its hooks; None if nothing does.
+
+    Args:
+        door: The block's door on the tensor axis.
+        through: Activation checkpointing.
+    """
+    if through is None:
+        return None if door is None else door.around
+    return lambda call: around_block(call, door, through)
+
+
+def _checkpointed(
+    contexts: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]] | None,
+    run: Run,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    if not torch.is_grad_enabled():
+        return run(args, kwargs)
+    options = {} if contexts is None else {"context_fn": contexts}
+    return checkpoint(partial(_with_spare_caches, run), args, kwargs, use_reentrant=False, **options)
+
+
+def _with_spare_caches(run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Makes the call, forward and again in backward, on copies of its caches, which are dropped."""
+    args, kwargs = pytree.tree_map(_spare, (args, kwargs), is_leaf=is_cache)
+    return run(args, kwargs)
+
+
+def _spare(value: Any) -> Any:
+    if not is_cache(value):
+        return value
+    spare = copy.copy(value)
+    spare.layers = [copy.copy(layer) for layer in value.layers]
+    return spare
+
+
+def _policy(context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
