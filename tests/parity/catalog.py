@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from tests.parity.models import MODELS, Batch, Learner
+from tests.parity.pipeline_models import PIPELINE_MODELS
 from tests.parity.tensor_models import TENSOR_MODELS
 
-CATALOG = {**MODELS, **TENSOR_MODELS}
+CATALOG = {**MODELS, **TENSOR_MODELS, **PIPELINE_MODELS}
 
 
 def build(name: str, seed: int = 0) -> Learner:

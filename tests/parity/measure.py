@@ -15,10 +15,11 @@ from torch.utils.data import DataLoader
 
 from lightning_3d import Mesh3DPrecision, Mesh3DStrategy
 from tests.parity.catalog import build, global_batches
+from tests.parity.pipeline_table import PipelineRow
 from tests.parity.table import BATCHES, SAMPLES_PER_RANK, Reference, Row
 from tests.parity.tensor_table import TensorRow
 
-Run = Row | TensorRow | Reference
+Run = Row | TensorRow | PipelineRow | Reference
 
 CLIP = 0.5
 
@@ -86,7 +87,7 @@ def train(rank: int, world: int, run: Run) -> Record | None:
     dtype = torch.float64 if run.precision == "64-true" else torch.float32
     samples = SAMPLES_PER_RANK * run.data * run.microbatches
     batches = global_batches(run.model, BATCHES[run.accumulate], samples, dtype)
-    share, at = samples * run.tensor // world, rank // run.tensor
+    share, at = samples // run.data if world > 1 else samples, rank * run.data // world
     mine = [tuple(tensor[at * share : (at + 1) * share] for tensor in batch) for batch in batches]
     L.seed_everything(5, verbose=False)
     recorder = Recorder()

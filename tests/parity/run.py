@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 
 from tests.parity.measure import FP32, Difference, Record, Run, bounds, compare, train
+from tests.parity.pipeline_models import DEEP_FP32_INSIDE
+from tests.parity.pipeline_table import PipelineRow, all_pipeline_rows, quick_pipeline_rows
 from tests.parity.table import Reference, Row, all_rows, quick_rows
 from tests.parity.tensor_models import FP32_INSIDE
 from tests.parity.tensor_table import TensorRow, all_tensor_rows, quick_tensor_rows
@@ -28,7 +30,7 @@ _BF16_ROUNDING = 2.0**-9
 class Result:
     """A row, how far it is off, and what it may be off."""
 
-    row: Row | TensorRow
+    row: Row | TensorRow | PipelineRow
     difference: Difference
     bounds: Difference
 
@@ -44,15 +46,15 @@ class Prover:
     def __init__(self) -> None:
         self._references: dict[Reference, Record] = {}
 
-    def prove(self, row: Row | TensorRow) -> Result:
+    def prove(self, row: Row | TensorRow | PipelineRow) -> Result:
         """Runs a row on its mesh and its reference on one process."""
         found = record(row, row.world)
         expected = self._reference(row.reference)
         in_fp32 = None if row.precision == "64-true" else self._reference(row.reference.in_fp32())
         allowed = bounds(row.precision, expected, in_fp32)
-        if row.precision == "64-true" and row.model in FP32_INSIDE:
+        if row.precision == "64-true" and row.model in (*FP32_INSIDE, *DEEP_FP32_INSIDE):
             allowed = FP32
-        elif isinstance(row, TensorRow) and row.precision != "64-true":
+        elif row.tensor > 1 and row.precision != "64-true":
             # Each rank rounds its summands: a loss that is off by less than one rounding cannot be told from luck.
             allowed = replace(allowed, loss=max(allowed.loss, _BF16_ROUNDING))
         return Result(row, compare(found, expected), allowed)
@@ -105,11 +107,13 @@ def page(results: list[Result], command: str, seconds: float) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _rows(axis: str | None, *, every: bool) -> Iterator[Row | TensorRow]:
-    if axis != "tensor":
+def _rows(axis: str | None, *, every: bool) -> Iterator[Row | TensorRow | PipelineRow]:
+    if axis in (None, "data"):
         yield from all_rows() if every else quick_rows()
-    if axis != "data":
+    if axis in (None, "tensor"):
         yield from all_tensor_rows() if every else quick_tensor_rows()
+    if axis in (None, "pipeline"):
+        yield from all_pipeline_rows() if every else quick_pipeline_rows()
 
 
 def main(arguments: Iterable[str]) -> int:
@@ -117,7 +121,7 @@ def main(arguments: Iterable[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true", help="all rows, and write docs/parity.md")
     parser.add_argument("--model", help="only rows of this model")
-    parser.add_argument("--axis", choices=("data", "tensor"), help="only rows of this axis")
+    parser.add_argument("--axis", choices=("data", "tensor", "pipeline"), help="only rows of this axis")
     options = parser.parse_args(list(arguments))
     prover, results, start = Prover(), [], time.monotonic()
     for row in _rows(options.axis, every=options.all or options.model is not None):

@@ -22,7 +22,7 @@ from tests.parity.models import (
     NextToken,
 )
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -154,7 +154,7 @@ def _states(samples: int, generator: torch.Generator) -> Batch:
     return (torch.randn(samples, LENGTH, 32, generator=generator),)
 
 
-def _hf(name: str, **options: Any) -> nn.Module:
+def hf(name: str, **options: Any) -> nn.Module:
     import transformers
 
     config_name, model_name = name.split("/")
@@ -163,22 +163,22 @@ def _hf(name: str, **options: Any) -> nn.Module:
 
 
 def _decoder(name: str, **options: Any) -> Callable[[], Learner]:
-    return lambda: NextToken(_hf(name, **{**_SIZES, "max_position_embeddings": LENGTH, **options}))
+    return lambda: NextToken(hf(name, **{**SIZES, "max_position_embeddings": LENGTH, **options}))
 
 
 def _gpt2(attention: str) -> Callable[[], Learner]:
     sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": LENGTH}
-    return lambda: NextToken(_hf("GPT2Config/GPT2LMHeadModel", **sizes, attn_implementation=attention))
+    return lambda: NextToken(hf("GPT2Config/GPT2LMHeadModel", **sizes, attn_implementation=attention))
 
 
 def _t5(name: str) -> nn.Module:
     sizes = {"vocab_size": VOCABULARY, "d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 2, "num_heads": 4}
-    return _hf(name, **sizes, feed_forward_proj="gated-gelu", dropout_rate=0.1)
+    return hf(name, **sizes, feed_forward_proj="gated-gelu", dropout_rate=0.1)
 
 
 def _vit() -> Learner:
-    sizes = {key: value for key, value in _SIZES.items() if key != "vocab_size"}
-    model = _hf("ViTConfig/ViTModel", **sizes, image_size=16, patch_size=4, hidden_dropout_prob=0.1)
+    sizes = {key: value for key, value in SIZES.items() if key != "vocab_size"}
+    model = hf("ViTConfig/ViTModel", **sizes, image_size=16, patch_size=4, hidden_dropout_prob=0.1)
     model.pooler = None
     return Features(model)
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightning_3d.config.schema import SCHEDULES
 from tests.parity.models import MODELS
+from tests.parity.pipeline_models import PIPELINE_MODELS
+from tests.parity.pipeline_table import PipelineRow, quick_pipeline_rows
 from tests.parity.run import Prover, record
 from tests.parity.table import ACCUMULATE, PRECISIONS, ZERO, Row, quick_rows
 from tests.parity.tensor_models import TENSOR_MODELS
@@ -19,8 +22,8 @@ def prover() -> Prover:
 
 @pytest.mark.spmd
 @pytest.mark.parity
-@pytest.mark.parametrize("row", [*quick_rows(), *quick_tensor_rows()], ids=str)
-def test_row_equals_one_device(row: Row | TensorRow, prover: Prover) -> None:
+@pytest.mark.parametrize("row", [*quick_rows(), *quick_tensor_rows(), *quick_pipeline_rows()], ids=str)
+def test_row_equals_one_device(row: Row | TensorRow | PipelineRow, prover: Prover) -> None:
     result = prover.prove(row)
     assert result.equal, f"{result.difference}\nbounds: {result.bounds}"
 
@@ -32,6 +35,8 @@ def test_subset_covers_every_value() -> None:
     assert {row.precision for row in rows} == set(PRECISIONS)
     assert {row.accumulate for row in rows} == set(ACCUMULATE)
     assert {row.model for row in quick_tensor_rows()} == set(TENSOR_MODELS)
+    assert {row.model for row in quick_pipeline_rows()} == set(PIPELINE_MODELS)
+    assert {row.schedule for row in quick_pipeline_rows()} == set(SCHEDULES)
 
 
 @pytest.mark.spmd
