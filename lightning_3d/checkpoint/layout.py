@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
@@ -12,8 +11,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_3d.checkpoint.absent import stand_in
 from lightning_3d.checkpoint.packed import NO_LAYOUTS, PackedTensor, packed
-from lightning_3d.shards.held import gathered
 from lightning_3d.shards.layout import Layout
 
 # Wrappers that other libraries put around a module; a checkpoint does not know of them.
@@ -28,7 +27,7 @@ def canonical(name: str) -> str:
 def module_state(module: nn.Module, layouts: Mapping[str, Layout] = NO_LAYOUTS) -> dict[str, Any]:
     """Returns the module's state dict by canonical names, as this rank holds it: DTensors stay shards.
 
-    Names of one tied parameter map to one object.
+    Names of one tied parameter map to one object. AbsentTensors stand for parameters on the meta device.
 
     Args:
         module: The module; its own ``state_dict`` decides what belongs to the state.
@@ -37,7 +36,7 @@ def module_state(module: nn.Module, layouts: Mapping[str, Layout] = NO_LAYOUTS) 
     reshard(module)
     owner, layouts = _owners(module), every_name(module, layouts)
     own = {canonical(name): value for name, value in module.state_dict().items()}
-    state = {name: packed(value, layouts.get(name)) for name, value in own.items()}
+    state = {name: as_saved(value, layouts.get(name)) for name, value in own.items()}
     return {name: state.get(owner.get(name, name), value) for name, value in state.items()}
 
 
@@ -50,7 +49,17 @@ def module_tensors(module: nn.Module, layouts: Mapping[str, Layout] = NO_LAYOUTS
     """
     state = {name: value for name, value in module_state(module, layouts).items() if isinstance(value, Tensor)}
     layouts = every_name(module, layouts)
-    return {name: packed(tensor.detach(), layouts.get(name)) for name, tensor in _named_tensors(module)} | state
+    return {name: as_saved(tensor.detach(), layouts.get(name)) for name, tensor in _named_tensors(module)} | state
+
+
+def as_saved(value: Any, layout: Layout | None) -> Any:
+    """Returns what stands in a state for a tensor of a module.
+
+    Args:
+        value: The tensor; anything else comes back as it is.
+        layout: How the tensor axis cuts it, None if it does not.
+    """
+    return stand_in(packed(value, layout))
 
 
 def parameter_names(module: nn.Module) -> dict[nn.Parameter, str]:
@@ -123,52 +132,6 @@ def laid_out(source: Tensor, target: Tensor) -> Tensor:
 def is_cut(value: object) -> TypeGuard[DTensor | PackedTensor]:
     """Returns whether a value is one rank's part of a tensor that a whole mesh holds."""
     return isinstance(value, DTensor | PackedTensor)
-
-
-def whole(tensor: Tensor, keep: bool) -> Tensor | None:
-    """Returns the whole tensor on CPU where ``keep``; all ranks of its mesh call it together.
-
-    Args:
-        tensor: A plain tensor, a DTensor or a PackedTensor.
-        keep: Whether this rank wants it; others take part and get None.
-    """
-    local = tensor.detach()
-    if is_cut(local):
-        # Offloaded shards lie on CPU while their group speaks the mesh's device.
-        on_mesh: Any = local.to(local.device_mesh.device_type)
-        local = gathered(on_mesh) if isinstance(on_mesh, DTensor) else on_mesh.full_tensor()
-    return local.cpu() if keep else None
-
-
-def gather_whole(value: Any, keep: bool, gathered: dict[int, Tensor | None]) -> Any:
-    """Returns ``value`` with every tensor in it whole and on CPU, one after the other.
-
-    Args:
-        value: A tensor, or dicts, lists and tuples that hold some; the same structure on every rank.
-        keep: Whether this rank wants the tensors; others get None in their place.
-        gathered: What is already whole, by identity, so that tied tensors stay one.
-    """
-    if isinstance(value, Tensor):
-        if id(value) not in gathered:
-            gathered[id(value)] = whole(value, keep)
-        return gathered[id(value)]
-    if type(value) in (dict, OrderedDict):
-        return type(value)((key, gather_whole(part, keep, gathered)) for key, part in value.items())
-    if type(value) in (list, tuple):
-        return type(value)(gather_whole(part, keep, gathered) for part in value)
-    return value
-
-
-def full_state_dict(module: nn.Module, *, keep: bool, layouts: Mapping[str, Layout] = NO_LAYOUTS) -> dict[str, Any]:
-    """Returns the module's whole state dict on CPU, gathered tensor by tensor. Every rank calls it.
-
-    Args:
-        module: The module, sharded or not.
-        keep: Whether this rank wants the result; others take part and get an empty dict.
-        layouts: See :func:`module_state`.
-    """
-    state = gather_whole(module_state(module, layouts), keep, {})
-    return state if keep else {}
 
 
 def _owners(module: nn.Module) -> dict[str, str]:

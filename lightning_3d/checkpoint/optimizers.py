@@ -6,8 +6,9 @@ and a parameter without state cannot be loaded; so state is taken and given exac
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +16,28 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import Replicate, empty
 from torch.optim import Optimizer
 
+from lightning_3d.checkpoint.absent import AbsentTensor, form_of
+from lightning_3d.checkpoint.agreement import gather
 from lightning_3d.checkpoint.layout import empty_like, is_cut, laid_out, named_parameters, parameter_names
 from lightning_3d.checkpoint.packed import NO_LAYOUTS, PackedTensor, check_free, packed_like, unpacked
 from lightning_3d.errors import CheckpointError
 from lightning_3d.shards.layout import Layout
+from lightning_3d.shards.presence import Presence
+
+# Names of an optimizer's parameters, group by group.
+GroupNames: TypeAlias = Sequence[Sequence[str]]
 
 _TENSOR = "__tensor__"
 _SHOWN = 5
 
 
 def optimizer_state(
-    module: nn.Module, optimizer: Optimizer, layouts: Mapping[str, Layout] = NO_LAYOUTS
+    module: nn.Module,
+    optimizer: Optimizer,
+    layouts: Mapping[str, Layout] = NO_LAYOUTS,
+    *,
+    presence: Presence | None = None,
+    taken_from: GroupNames = (),
 ) -> dict[str, Any]:
     """Returns the optimizer's state dict with parameter names in the place of torch's indices.
 
@@ -33,9 +45,12 @@ def optimizer_state(
         module: The module whose parameters it steps.
         optimizer: A torch optimizer. Its state is not touched, nor made where there is none yet.
         layouts: See ``layout.module_state``; state of a packed parameter comes as PackedTensors too.
+        presence: The ranks of the pipeline, which then call this together; None without one.
+        taken_from: See :func:`all_names`.
 
     Returns:
-        ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}``, DTensors as shards.
+        ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}``, DTensors as shards, AbsentTensors
+        for the state of other pipeline ranks.
 
     Raises:
         CheckpointError: It steps a parameter that the module does not have, or keeps state of a packed one in a form
@@ -45,8 +60,13 @@ def optimizer_state(
     parameters = named_parameters(module, layouts)
     state = named(optimizer.state_dict(), names)
     # One order on every rank: torch keeps the order in which state was first made.
-    ordered = {name: state["state"][name] for name in _flat(names) if name in state["state"]} | state["state"]
-    return {**state, "state": _each_tensor(ordered, lambda value, name: packed_like(value, parameters.get(name), name))}
+    own = _each_tensor(state["state"], lambda value, name: packed_like(value, parameters.get(name), name))
+    everyone = all_names(module, optimizer, taken_from)
+    groups = [{**group, "params": each} for group, each in zip(state["param_groups"], everyone, strict=True)]
+    found = own if presence is None else _with_absent(own, presence)
+    # One order on every rank: torch keeps the order in which state was first made.
+    ordered = {name: found[name] for name in _flat(everyone) if name in found} | found
+    return {**state, "state": ordered, "param_groups": groups}
 
 
 def indexed(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,7 +80,7 @@ def indexed(state: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": {index.get(name, name): value for name, value in state["state"].items()}, "param_groups": groups}
 
 
-def named(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+def named(state: Mapping[str, Any], names: GroupNames) -> dict[str, Any]:
     """Returns torch's own form with names in the place of the indices.
 
     Args:
@@ -92,7 +112,8 @@ def split(state: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], dict[s
     def kept(value: Any, place: str) -> Any:
         if isinstance(value, Tensor):
             tensors[place] = value
-            return {_TENSOR: f"{prefix}.{place}", "distributed": is_cut(value)}
+            cut = value.cut if isinstance(value, AbsentTensor) else is_cut(value)
+            return {_TENSOR: f"{prefix}.{place}", "distributed": cut}
         if isinstance(value, Mapping):
             return {key: kept(part, f"{place}.{key}") for key, part in value.items()}
         if type(value) in (list, tuple):
@@ -143,25 +164,31 @@ def cut(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str,
     return {**state, "state": _each_tensor(state["state"], made)}
 
 
-def matched(state: Mapping[str, Any], module: nn.Module, optimizer: Optimizer, where: str) -> dict[str, Any]:
+def matched(
+    state: Mapping[str, Any], module: nn.Module, optimizer: Optimizer, where: str, taken_from: GroupNames = ()
+) -> dict[str, Any]:
     """Returns a state by names arranged as the optimizer's groups are, whatever order it was saved in.
 
     Args:
-        state: The saved state by names.
+        state: The saved state by names, of all parameters.
         module: The module.
         optimizer: The optimizer that will take it.
         where: The optimizer's name, for errors.
+        taken_from: See :func:`all_names`.
+
+    Returns:
+        The state of the parameters that the optimizer holds.
 
     Raises:
         CheckpointError: The optimizer has other parameters, or groups that the saved ones do not map to.
     """
-    mine, saved = names_of(module, optimizer), group_names(state)
+    mine, saved = all_names(module, optimizer, taken_from), group_names(state)
     if set(_flat(mine)) != set(_flat(saved)) and [len(names) for names in mine] == [len(names) for names in saved]:
         # Parameters were renamed since; torch matches by order, and so does this.
         state, saved = named(indexed(state), mine), mine
     _check_names(_flat(mine), _flat(saved), where)
     group_of = {name: number for number, names in enumerate(saved) for name in names}
-    groups = []
+    groups, held = [], names_of(module, optimizer)
     for number, names in enumerate(mine):
         sources = {group_of[name] for name in names} or {number}
         if len(sources) > 1 or not sources <= set(range(len(saved))):
@@ -170,8 +197,10 @@ def matched(state: Mapping[str, Any], module: nn.Module, optimizer: Optimizer, w
                 valid=f"{len(saved)} groups as they were saved, of {[len(names) for names in saved]} parameters",
                 fix="make the same parameter groups in configure_optimizers, or start a new run from the weights alone",
             )
-        groups.append({**state["param_groups"][sources.pop()], "params": names})
-    return {"state": state["state"], "param_groups": groups}
+        groups.append({**state["param_groups"][sources.pop()], "params": held[number]})
+    elsewhere = {*_flat(mine)} - {*_flat(held)}
+    states = {name: value for name, value in state["state"].items() if name not in elsewhere}
+    return {"state": states, "param_groups": groups}
 
 
 def load_state(state: Mapping[str, Any], optimizer: Optimizer) -> None:
@@ -180,8 +209,32 @@ def load_state(state: Mapping[str, Any], optimizer: Optimizer) -> None:
     optimizer.load_state_dict(indexed({**state, "state": shards}))
 
 
+def all_names(module: nn.Module, optimizer: Optimizer, taken_from: GroupNames = ()) -> list[list[str]]:
+    """Returns the names of the parameters that an optimizer steps on all ranks of a pipeline, group by group.
+
+    Args:
+        module: The module.
+        optimizer: The optimizer. A group that was added later still has the absent parameters in it.
+        taken_from: From :func:`names_of` before absent parameters were taken out; empty where none were.
+    """
+    return [*map(list, taken_from), *names_of(module, optimizer)[len(taken_from) :]]
+
+
+def take_absent(module: nn.Module, optimizer: Optimizer) -> GroupNames:
+    """Takes absent parameters out of an optimizer's groups, and returns the names of all that were in them.
+
+    Args:
+        module: The module whose parameters it steps, those of other pipeline ranks on the meta device.
+        optimizer: A new optimizer.
+    """
+    names = names_of(module, optimizer)
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
+    return tuple(map(tuple, names))
+
+
 def names_of(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """Returns the names of the parameters that an optimizer steps, group by group."""
+    """Returns the names of the parameters that an optimizer holds, group by group."""
     names = parameter_names(module)
     strange = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter not in names]
     if strange:
@@ -191,6 +244,12 @@ def names_of(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
             fix="give the optimizer the parameters of the LightningModule, as configure_optimizers sees them",
         )
     return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _with_absent(own: Mapping[str, Any], presence: Presence) -> dict[str, Any]:
+    """Returns states by name with the forms of those that other pipeline ranks have. A collective."""
+    forms = _each_tensor(own, lambda value, _: AbsentTensor(form_of(value), cut=is_cut(value)))
+    return {**ChainMap(dict(own), *gather(presence.group, forms))}
 
 
 def _check_names(mine: Sequence[str], saved: Sequence[str], where: str) -> None:

@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-from lightning_3d.checkpoint.agreement import together
+from lightning_3d.checkpoint.absent import form_of, is_absent, present
+from lightning_3d.checkpoint.agreement import gather, together
 from lightning_3d.checkpoint.containers import from_plain
 from lightning_3d.checkpoint.files import resolve
+from lightning_3d.checkpoint.gathering import gather_whole
 from lightning_3d.checkpoint.generators import set_random_state
 from lightning_3d.checkpoint.layout import canonical, empty_like, laid_out, module_tensors, named_parameters
-from lightning_3d.checkpoint.optimizers import cut, destinations, load_state, matched, named, names_of
+from lightning_3d.checkpoint.optimizers import GroupNames, all_names, cut, destinations, load_state, matched, named
 from lightning_3d.checkpoint.packed import NO_LAYOUTS, unpacked
 from lightning_3d.checkpoint.store import FORMAT, META_FILE, MODULE_KEY, OPTIMIZERS_KEY, OURS, is_remote, local_path
 from lightning_3d.checkpoint.tensors import read_tensors, stored_tensors
@@ -29,6 +31,7 @@ from lightning_3d.errors import CheckpointError
 from lightning_3d.graph.parameters import class_name
 from lightning_3d.log import get_logger, info_once
 from lightning_3d.shards.layout import Layout
+from lightning_3d.shards.presence import Presence
 
 _DAMAGED = "load another checkpoint, this one is damaged"
 _SHOWN = 5
@@ -95,7 +98,8 @@ def read_module_state(
 
     Args:
         stored: An opened checkpoint.
-        module: The module it is meant for: tensors with its names and shapes come laid out as its own, others whole.
+        module: The module it is meant for: tensors with its names and shapes come laid out as its own, absent ones as
+            AbsentTensors, others whole.
         group: The ranks that load together, None for one process.
         layouts: See ``layout.module_state``.
 
@@ -113,12 +117,18 @@ def read_module_state(
             target = targets.get(name)
             fits = target is not None and target.shape == entry.size
             state[name] = empty_like(targets[name], targets[name].dtype) if fits else _empty(entry)
-    read_tensors(Path(stored.path), {f"{prefix}{name}": tensor for name, tensor in state.items()}, group)
+    into = {f"{prefix}{name}": tensor for name, tensor in present(state).items()}
+    read_tensors(Path(stored.path), into, group)
     return state | stored.extra
 
 
 def load_module_state(
-    module: nn.Module, state: Mapping[str, Any], *, strict: bool, layouts: Mapping[str, Layout] = NO_LAYOUTS
+    module: nn.Module,
+    state: Mapping[str, Any],
+    *,
+    strict: bool,
+    layouts: Mapping[str, Layout] = NO_LAYOUTS,
+    presence: Presence | None = None,
 ) -> None:
     """Loads a state of shards or whole tensors into the module, each rank its part.
 
@@ -127,17 +137,20 @@ def load_module_state(
         state: From :func:`read_module_state`, possibly edited; whole tensors are the same on every rank.
         strict: Whether names must match exactly (Lightning's ``strict_loading``).
         layouts: See ``layout.module_state``.
+        presence: The ranks of the pipeline, which then call this together; None without one.
 
     Raises:
         CheckpointError: The state is of another model: names what is missing, unexpected or of another shape.
     """
     targets = module_tensors(module, layouts)
+    if presence is not None:
+        state = _with_moved(state, targets, presence)
     own_names = {canonical(name): name for name in _state_names(module)}
     fitting: dict[str, Any] = {}
     for name, value in state.items():
         target = targets.get(name)
         fits = isinstance(value, Tensor) and target is not None and target.shape == value.shape
-        fitting[own_names.get(name, name)] = unpacked(laid_out(value, targets[name]) if fits else value)
+        fitting[own_names.get(name, name)] = _fitting(value, targets[name]) if fits else unpacked(value)
     try:
         module.load_state_dict(fitting, strict=strict)
     except RuntimeError as error:
@@ -151,10 +164,11 @@ def load_module(
     strict: bool,
     group: dist.ProcessGroup | None,
     layouts: Mapping[str, Layout] = NO_LAYOUTS,
+    presence: Presence | None = None,
 ) -> None:
     """Loads the weights; see :func:`read_module_state` and :func:`load_module_state`. Every rank calls it."""
     state = read_module_state(stored, module, group=group, layouts=layouts)
-    load_module_state(module, state, strict=strict, layouts=layouts)
+    load_module_state(module, state, strict=strict, layouts=layouts, presence=presence)
 
 
 def load_optimizers(
@@ -164,6 +178,7 @@ def load_optimizers(
     *,
     group: dist.ProcessGroup | None,
     layouts: Mapping[str, Layout] = NO_LAYOUTS,
+    taken_from: Sequence[GroupNames] | None = None,
 ) -> None:
     """Loads the states of all optimizers by parameter name. Every rank calls it.
 
@@ -173,6 +188,7 @@ def load_optimizers(
         optimizers: In the order of ``configure_optimizers``.
         group: The ranks that load together, None for one process.
         layouts: See ``layout.module_state``.
+        taken_from: See ``optimizers.all_names``, for each optimizer.
 
     Raises:
         CheckpointError: Only weights were saved, or another number of optimizers, parameters or groups.
@@ -189,10 +205,10 @@ def load_optimizers(
         )
     into: dict[str, Tensor] = {}
     with together(group, f"match the optimizers of {stored.path}", _DAMAGED):
-        states = [
-            matched(_by_name(stored, index, module, optimizer), module, optimizer, f"optimizer {index}")
-            for index, optimizer in enumerate(optimizers)
-        ]
+        states = []
+        for index, (optimizer, names) in enumerate(zip(optimizers, taken_from or [()] * len(optimizers), strict=True)):
+            state = _by_name(stored, index, all_names(module, optimizer, names))
+            states.append(matched(state, module, optimizer, f"optimizer {index}", names))
         parameters = named_parameters(module, layouts)
         if stored.tensors is None:
             states = [cut(state, parameters) for state in states]
@@ -302,12 +318,29 @@ def _empty(entry: TensorStorageMetadata) -> Tensor:
     return torch.empty(entry.size, dtype=entry.properties.dtype)
 
 
-def _by_name(stored: StoredCheckpoint, index: int, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def _with_moved(state: Mapping[str, Any], targets: Mapping[str, Tensor], presence: Presence) -> dict[str, Any]:
+    """Brings what a hook has put, from a tensor that is absent here, in the place of one that is not."""
+    mine = [
+        name for name, value in state.items() if is_absent(value) and name in targets and not is_absent(targets[name])
+    ]
+    moved = dict.fromkeys(name for names in gather(presence.group, mine) for name in names)
+    values = gather_whole({name: state[name] for name in moved if name in state}, True, {}, presence) if moved else {}
+    return {**state, **{name: values[name] for name in mine}}
+
+
+def _fitting(value: Tensor, target: Tensor) -> Tensor:
+    """Returns a value for a tensor of its shape, as it lies here."""
+    shards: Tensor = form_of(target) if is_absent(target) else unpacked(laid_out(value, target))
+    return shards
+
+
+def _by_name(stored: StoredCheckpoint, index: int, own: GroupNames) -> dict[str, Any]:
+    """Returns the saved state of an optimizer by names; ``own`` are those that it has here."""
     assert stored.optimizers is not None
     state = stored.optimizers[index]
     if stored.whole is None:
         return state
-    names = names_of(module, optimizer) if stored.optimizer_names is None else stored.optimizer_names[index]
+    names = own if stored.optimizer_names is None else stored.optimizer_names[index]
     sizes, own_sizes = [len(group["params"]) for group in state["param_groups"]], [len(group) for group in names]
     if sizes != own_sizes:
         raise CheckpointError(

@@ -17,16 +17,19 @@ import torch.distributed as dist
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
+from lightning_3d.checkpoint.absent import present
 from lightning_3d.checkpoint.agreement import gather, together
 from lightning_3d.checkpoint.containers import Plain, to_plain
 from lightning_3d.checkpoint.files import Disk, atomic_path, find_disk
-from lightning_3d.checkpoint.layout import gather_whole
+from lightning_3d.checkpoint.gathering import gather_whole
+from lightning_3d.checkpoint.layout import as_saved
 from lightning_3d.checkpoint.optimizers import group_names, indexed, split
-from lightning_3d.checkpoint.packed import NO_LAYOUTS, packed
+from lightning_3d.checkpoint.packed import NO_LAYOUTS
 from lightning_3d.checkpoint.tensors import write_tensors
 from lightning_3d.errors import CheckpointError
 from lightning_3d.log import get_logger, info_once
 from lightning_3d.shards.layout import Layout
+from lightning_3d.shards.presence import Presence
 
 FORMAT = 1
 META_FILE = "meta.pt"
@@ -48,12 +51,14 @@ class CheckpointState:
         module: From ``layout.module_state``, possibly edited by the user's hooks.
         optimizers: From ``optimizers.optimizer_state``, one each; None saves the weights alone.
         random: From ``generators.random_state``, or None.
+        presence: The ranks of the pipeline, which have each other's absent tensors; None without one.
     """
 
     metadata: Mapping[str, Any]
     module: Mapping[str, Any]
     optimizers: Sequence[Mapping[str, Any]] | None
     random: Mapping[str, Any] | None = None
+    presence: Presence | None = None
 
     @classmethod
     def of(
@@ -61,6 +66,7 @@ class CheckpointState:
         checkpoint: Mapping[str, Any],
         random: Mapping[str, Any] | None = None,
         layouts: Mapping[str, Layout] = NO_LAYOUTS,
+        presence: Presence | None = None,
     ) -> CheckpointState:
         """Returns the state that Lightning's ``dump_checkpoint`` collected.
 
@@ -69,13 +75,15 @@ class CheckpointState:
             random: This rank's random states.
             layouts: From ``layout.every_name``: hooks may have put parameters themselves into the state dict, whose
                 packed ones are turned back to their original order here.
+            presence: The ranks of the pipeline, None without one.
         """
         metadata = {key: value for key, value in checkpoint.items() if key not in (MODULE_KEY, OPTIMIZERS_KEY)}
         return cls(
             metadata=metadata,
-            module={name: packed(value, layouts.get(name)) for name, value in checkpoint.get(MODULE_KEY, {}).items()},
+            module={name: as_saved(value, layouts.get(name)) for name, value in checkpoint.get(MODULE_KEY, {}).items()},
             optimizers=checkpoint.get(OPTIMIZERS_KEY),
             random=random,
+            presence=presence,
         )
 
 
@@ -126,13 +134,14 @@ def local_path(path: str | Path) -> Path:
 def _save_directory(target: Path, state: CheckpointState, disk: Disk, group: dist.ProcessGroup | None) -> None:
     parts = [split(optimizer, f"optimizer_{index}") for index, optimizer in enumerate(state.optimizers or ())]
     aliases, module, extra = _untied(state.module)
-    nested = {MODULE_KEY: module} | {
-        f"optimizer_{index}": tensors for index, (_, tensors) in enumerate(parts) if tensors
-    }
+    nested = {MODULE_KEY: module} | {f"optimizer_{index}": tensors for index, (_, tensors) in enumerate(parts)}
     kept = None if state.optimizers is None else [rest for rest, _ in parts]
     meta = _meta(target, state, kept, extra, disk.leads, group)
-    if not disk.shared:
-        nested = gather_whole(nested, disk.leads, {})
+    if disk.shared:
+        nested = {key: present(tensors) for key, tensors in nested.items()}
+    else:
+        nested = gather_whole(nested, disk.leads, {}, state.presence)
+    nested = {key: tensors for key, tensors in nested.items() if tensors}
     writers = group if disk.shared else None
     with atomic_path(target, disk, group, directory=True) as temporary:
         if disk.shared or disk.leads:
@@ -165,10 +174,10 @@ def _whole_checkpoint(
     _, _, extra = _untied(state.module)
     meta = _meta(target, state, names, extra, keep, group)
     gathered: dict[int, Tensor | None] = {}
-    module = gather_whole(dict(state.module), keep, gathered)
+    module = gather_whole(dict(state.module), keep, gathered, state.presence)
     whole = {MODULE_KEY: module | meta[OURS]["extra"][0] if keep else {}}
     if optimizers is not None:
-        whole[OPTIMIZERS_KEY] = gather_whole(optimizers, keep, gathered)
+        whole[OPTIMIZERS_KEY] = gather_whole(optimizers, keep, gathered, state.presence)
     return meta | whole
 
 
@@ -182,7 +191,7 @@ def _meta(
 ) -> dict[str, Any]:
     """Returns the metadata in plain containers, ours under one key; every rank agrees that it can be saved."""
     random = gather(group, state.random)
-    metadata = gather_whole(dict(state.metadata), keep, {})
+    metadata = gather_whole(dict(state.metadata), keep, {}, state.presence)
     with together(group, f"save the metadata of {target}", "store plain data"):
         plain = to_plain(metadata)
         ours = {

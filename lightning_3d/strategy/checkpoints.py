@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_3d.checkpoint.containers import to_plain
 from lightning_3d.checkpoint.files import remove
 from lightning_3d.checkpoint.generators import random_state
+from lightning_3d.checkpoint.optimizers import GroupNames
 from lightning_3d.checkpoint.restore import (
     StoredCheckpoint,
     load_module_state,
@@ -25,6 +26,7 @@ from lightning_3d.checkpoint.restore import (
 from lightning_3d.checkpoint.store import MODULE_KEY, OPTIMIZERS_KEY, CheckpointState, is_remote, save
 from lightning_3d.precision import Mesh3DPrecision
 from lightning_3d.shards.layout import Layout
+from lightning_3d.shards.presence import Presence
 
 _PRECISION_KEY = Mesh3DPrecision.__qualname__
 # Under this name plain Lightning keeps the state of its loss scaler.
@@ -46,18 +48,25 @@ class CheckpointDoor:
         self._device = device
         self._stored: StoredCheckpoint | None = None
 
-    def save(self, checkpoint: Mapping[str, Any], path: str | Path, layouts: Mapping[str, Layout]) -> None:
+    def save(
+        self,
+        checkpoint: Mapping[str, Any],
+        path: str | Path,
+        layouts: Mapping[str, Layout],
+        presence: Presence | None = None,
+    ) -> None:
         """Saves what Lightning collected, beside this rank's random states. Every rank calls it.
 
         Args:
             checkpoint: From Lightning's ``dump_checkpoint``.
             path: Where to.
             layouts: How the tensor axis cuts parameters, by every name that they have.
+            presence: The ranks of the pipeline, None without one.
         """
         content = dict(checkpoint)
         if _PRECISION_KEY in content:
             content[_LIGHTNING_PRECISION_KEY] = content[_PRECISION_KEY]
-        state = CheckpointState.of(content, random_state(self._device), layouts)
+        state = CheckpointState.of(content, random_state(self._device), layouts, presence)
         save(path, state, distributed=self._distributed, group=self._group)
 
     def open(
@@ -75,17 +84,28 @@ class CheckpointDoor:
         return content
 
     def load_module(
-        self, checkpoint: Mapping[str, Any], module: nn.Module, layouts: Mapping[str, Layout], *, strict: bool
+        self,
+        checkpoint: Mapping[str, Any],
+        module: nn.Module,
+        layouts: Mapping[str, Layout],
+        *,
+        strict: bool,
+        presence: Presence | None = None,
     ) -> None:
-        """Loads the weights of an opened checkpoint, as hooks may have edited them."""
-        load_module_state(module, checkpoint[MODULE_KEY], strict=strict, layouts=layouts)
+        """Loads the weights of an opened checkpoint, as hooks may have edited them. Every rank calls it."""
+        load_module_state(module, checkpoint[MODULE_KEY], strict=strict, layouts=layouts, presence=presence)
 
     def load_optimizers(
-        self, module: nn.Module, optimizers: Sequence[Optimizer], layouts: Mapping[str, Layout]
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        layouts: Mapping[str, Layout],
+        *,
+        taken_from: Sequence[GroupNames] | None = None,
     ) -> None:
         """Loads the optimizers' states of the opened checkpoint. Every rank calls it."""
         assert self._stored is not None, "Lightning restores optimizers from a checkpoint that it has loaded"
-        load_optimizers(self._stored, module, optimizers, group=self._group, layouts=layouts)
+        load_optimizers(self._stored, module, optimizers, group=self._group, layouts=layouts, taken_from=taken_from)
 
     def begin_training(self) -> None:
         """Puts random states back, when nothing else draws before training any more, and lets the checkpoint go."""

@@ -26,6 +26,7 @@ from lightning_3d.parallel.tensor.replay.block import BlockReport
 from lightning_3d.plan import MeshEngine, Plan, apply_plan, make_plan
 from lightning_3d.precision import Mesh3DPrecision
 from lightning_3d.shards.layout import Layout
+from lightning_3d.shards.presence import Presence
 from lightning_3d.strategy.agreement import agreed_plan, agreed_proof
 from lightning_3d.strategy.doors import ModuleDoors
 from lightning_3d.strategy.first_step import FirstStep
@@ -47,6 +48,7 @@ class AppliedModule:
         doors: Its methods that know the mesh, while a Trainer runs it.
         layouts: How the tensor axis cuts parameters, by every name that a checkpoint has for them.
         proof: Whether the plan of its tensor axis was proved; None without one.
+        presence: What the ranks of its pipeline have; None without a pipeline axis.
     """
 
     module: LightningModule
@@ -56,6 +58,7 @@ class AppliedModule:
     doors: ModuleDoors
     layouts: Mapping[str, Layout]
     proof: Proof | Skipped | None = None
+    presence: Presence | None = None
 
     def __str__(self) -> str:
         lines = [str(self.plan)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.fabric.utilities.types import _PATH
@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_3d.checkpoint.layout import canonical, full_state_dict, module_state, whole
-from lightning_3d.checkpoint.optimizers import optimizer_state
-from lightning_3d.checkpoint.packed import packed
+from lightning_3d.checkpoint.absent import ABSENT, is_absent
+from lightning_3d.checkpoint.gathering import full_state_dict, gather_whole, with_other_state
+from lightning_3d.checkpoint.layout import as_saved, canonical, module_state
+from lightning_3d.checkpoint.optimizers import GroupNames, optimizer_state
 from lightning_3d.errors import CheckpointError
 from lightning_3d.strategy.life import AppliedModule
 from lightning_3d.strategy.processes import MeshStrategy
@@ -22,6 +23,9 @@ from lightning_3d.strategy.processes import MeshStrategy
 
 class SavingStrategy(MeshStrategy):
     """A strategy on a mesh whose checkpoints load on any other; what trains is added by `Mesh3DStrategy`."""
+
+    # What was in the groups of each optimizer before absent parameters were taken out; None where none were.
+    _taken_from: Sequence[GroupNames] | None = None
 
     @abstractmethod
     def _apply(self) -> AppliedModule:
@@ -36,9 +40,10 @@ class SavingStrategy(MeshStrategy):
         """Returns the module's whole state on the CPU, on every rank. Every rank must call it."""
         applied = self._module_on_mesh
         applied.engine.rest()
-        return full_state_dict(applied.module, keep=True, layouts=applied.layouts)
+        applied.share_buffers()
+        return full_state_dict(applied.module, keep=True, layouts=applied.layouts, presence=applied.presence)
 
-    def full_tensor(self, name: str, tensor: Tensor) -> Tensor:
+    def full_tensor(self, name: str, tensor: Tensor | None) -> Tensor:
         """Returns the whole of a parameter, of its gradient, or of a tensor of its optimizer state.
 
         A packed parameter that is cut over the tensor axis comes in its original order, which its own ``full_tensor()``
@@ -46,12 +51,15 @@ class SavingStrategy(MeshStrategy):
 
         Args:
             name: Name of the parameter in the module.
-            tensor: As this rank holds it.
+            tensor: As this rank holds it. None, or on the meta device, where another pipeline rank holds it.
+
+        Raises:
+            CheckpointError: No rank has values of it.
         """
-        layout = self._module_on_mesh.layouts.get(canonical(name))
-        found = whole(packed(tensor.detach(), layout), keep=True)
-        assert found is not None, "it was asked for"
-        return found.to(tensor.device)
+        applied = self._module_on_mesh
+        held = ABSENT if tensor is None else as_saved(tensor.detach(), applied.layouts.get(canonical(name)))
+        found: Tensor = gather_whole({name: held}, True, {}, applied.presence)[name]
+        return found.to(self.root_device if tensor is None or is_absent(held) else tensor.device)
 
     @property
     @override
@@ -69,13 +77,14 @@ class SavingStrategy(MeshStrategy):
         applied = self._module_on_mesh
         applied.engine.rest()
         applied.share_buffers()
-        return module_state(applied.module, applied.layouts)
+        return with_other_state(module_state(applied.module, applied.layouts), applied.module, applied.presence)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         applied = self._module_on_mesh
-        return optimizer_state(applied.module, plain, applied.layouts)
+        names = () if self._taken_from is None else self._taken_from[self.optimizers.index(plain)]
+        return optimizer_state(applied.module, plain, applied.layouts, presence=applied.presence, taken_from=names)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
@@ -84,7 +93,9 @@ class SavingStrategy(MeshStrategy):
                 "storage_options belong to a CheckpointIO, and Mesh3DStrategy writes checkpoints itself.",
                 fix="trainer.save_checkpoint(path) without storage_options",
             )
-        self._on_mesh.checkpoints.save(checkpoint, self.broadcast(str(filepath)), self._module_on_mesh.layouts)
+        applied = self._module_on_mesh
+        path = self.broadcast(str(filepath))
+        self._on_mesh.checkpoints.save(checkpoint, path, applied.layouts, applied.presence)
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
@@ -98,12 +109,16 @@ class SavingStrategy(MeshStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         applied = self._module_on_mesh
-        self._on_mesh.checkpoints.load_module(checkpoint, applied.module, applied.layouts, strict=strict)
+        self._on_mesh.checkpoints.load_module(
+            checkpoint, applied.module, applied.layouts, strict=strict, presence=applied.presence
+        )
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         applied = self._module_on_mesh
-        self._on_mesh.checkpoints.load_optimizers(applied.module, self.optimizers, applied.layouts)
+        self._on_mesh.checkpoints.load_optimizers(
+            applied.module, self.optimizers, applied.layouts, taken_from=self._taken_from
+        )
 
     @override
     def on_train_start(self) -> None:

@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_3d.checkpoint.files import find_disk
+from lightning_3d.checkpoint.gathering import full_state_dict
 from lightning_3d.checkpoint.generators import random_state
-from lightning_3d.checkpoint.layout import full_state_dict, module_state
+from lightning_3d.checkpoint.layout import module_state
 from lightning_3d.checkpoint.optimizers import optimizer_state
 from lightning_3d.checkpoint.restore import load_module, load_optimizers, open_checkpoint, restore_random
 from lightning_3d.checkpoint.store import CheckpointState, save

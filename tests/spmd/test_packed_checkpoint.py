@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.checkpoint.layout import every_name, full_state_dict, gather_whole, module_state
+from lightning_3d.checkpoint.gathering import full_state_dict, gather_whole
+from lightning_3d.checkpoint.layout import every_name, module_state
 from lightning_3d.checkpoint.optimizers import optimizer_state
 from lightning_3d.checkpoint.packed import PackedTensor
 from lightning_3d.checkpoint.restore import (

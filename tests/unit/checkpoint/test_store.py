@@ -14,7 +14,8 @@ from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from lightning_3d.checkpoint.layout import full_state_dict, module_state
+from lightning_3d.checkpoint.gathering import full_state_dict
+from lightning_3d.checkpoint.layout import module_state
 from lightning_3d.checkpoint.optimizers import optimizer_state
 from lightning_3d.checkpoint.restore import (
     load_module,
