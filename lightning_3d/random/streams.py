@@ -126,6 +126,14 @@ class RandomStreams:
         finally:
             self._open = outer
 
+    def skip(self, name: str) -> None:
+        """Counts a call of ``name`` that another rank makes, so that later ones draw what they draw in one process.
+
+        Args:
+            name: The module's name in the model.
+        """
+        self._entered(name)
+
     def _in_recomputation(self) -> bool:
         # Inside a stream that was itself entered again in backward, calls are counted from its beginning as usual.
         return torch._C._current_graph_task_id() != -1 and not self._open.recomputed

@@ -32,6 +32,16 @@ def test_stream_depends_on_seed_step_microbatch_name_and_call() -> None:
     assert len({tuple(values.tolist()) for values in drawn}) == len(drawn)
 
 
+def test_a_call_that_another_rank_makes_is_skipped() -> None:
+    streams = RandomStreams(1)
+    streams.at(step=0, microbatch=0)
+    draw(streams, "block")
+    second = draw(streams, "block")
+    streams.at(step=0, microbatch=0)
+    streams.skip("block")
+    assert torch.equal(draw(streams, "block"), second)
+
+
 def test_coming_back_to_a_position_gives_the_same_streams_whatever_ran_before() -> None:
     streams = RandomStreams(1)
     streams.at(step=3, microbatch=5)
