@@ -26,6 +26,9 @@ from lightning_3d.shards.layout import Layout
 _DATA: Any = Tensor.data
 _GRAD: Any = Tensor.grad
 
+# Errors that have to do with parts.
+_WORDS = ("got mixed", "sharding strategy", "placement changes")
+
 
 def let_rest(module: nn.Module, layouts: Mapping[str, Layout], axis_name: str) -> None:
     """Makes every DTensor parameter of a module one that hooks can use; they stay the same objects.
@@ -246,7 +249,7 @@ def _anchor(values: Sequence[Any]) -> Resting | None:
         if isinstance(value, Resting):
             if value._held.cut:
                 return value
-            found = found or value
+            found = value if found is None else found
     return found
 
 
@@ -309,7 +312,9 @@ def _by_torch(func: OpOverload, act: Operation, args: Sequence[Any], kwargs: Map
             _refuse(act.name, each)
     try:
         result = func(*map(_bare, args), **{name: _bare(value) for name, value in kwargs.items()})
-    except (NotImplementedError, RuntimeError) as error:
+    except RuntimeError as error:
+        if not any(word in str(error) for word in _WORDS):
+            raise
         of = resting[0] if resting else next(tensor._of for tensor in tensors if isinstance(tensor, _Window))
         _refuse(act.name, of, str(error).splitlines()[0], error)
     if act.writes and isinstance(args[0], Tensor):
