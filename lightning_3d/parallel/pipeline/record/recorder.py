@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_3d.errors import ModuleError
+from lightning_3d.errors import ModuleError, user_line
 from lightning_3d.graph.parameters import class_name
-from lightning_3d.graph.places import innermost_call, user_line
+from lightning_3d.graph.places import innermost_call
 from lightning_3d.parallel.pipeline.record.hidden import Function, Hidden, HiddenValues, counted, structure
 from lightning_3d.parallel.pipeline.record.step import CallRecord, Origin, StepRecord, Structure, Value
 from lightning_3d.shards.protocol import writes_to_first
@@ -84,6 +84,7 @@ class Recorder:
         self._values = HiddenValues()
         self._inside: _Inside | None = None
         self._shown: dict[str, _Inside] = {}
+        self._computes_hidden = False
 
     @property
     def position(self) -> int:
@@ -99,6 +100,15 @@ class Recorder:
     def all_begun(self) -> bool:
         """Whether the last block has begun: from then on everything happens on the last stage."""
         return self.position == len(self._blocks)
+
+    @property
+    def computes_hidden(self) -> bool:
+        """Whether a counted function runs at the level of containers."""
+        return self._computes_hidden
+
+    def has_begun(self, block: str) -> bool:
+        """Returns whether a block was called."""
+        return block in self._order
 
     def is_known(self, value: object) -> bool:
         """Returns whether a value is hidden and somebody is known to have made it, or a parameter."""
@@ -226,13 +236,37 @@ class Recorder:
             return proceed(function, args, kwargs)
         self._use(pytree.tree_leaves((args, kwargs)))
         self._check(function, args, kwargs)
-        output = proceed(function, args, kwargs)
+        self._computes_hidden = True
+        try:
+            output = proceed(function, args, kwargs)
+        finally:
+            self._computes_hidden = False
         self._values.made_by_function(function, args, output, self.position)
         return output
 
     def used(self, values: Any) -> None:
         """Notes values that are logged or given to a metric: they are needed at the end of the step."""
         self._use(pytree.tree_leaves(values), at=len(self._blocks))
+
+    def measured(self, metric: str, values: Any) -> None:
+        """Notes what a metric is given.
+
+        Args:
+            metric: Its name.
+            values: Its arguments.
+
+        Raises:
+            ModuleError: Values that later blocks would have to wait for are hidden ones.
+        """
+        if self._inside is not None:
+            return
+        if not self.all_begun and any(map(self._is_hidden, pytree.tree_leaves(values))):
+            raise ModuleError(
+                f"the metric {metric} is given hidden values in {_place()} before the last block, and only the last "
+                "stage keeps metrics.",
+                fix="update it after the last block",
+            )
+        self.used(values)
 
     def refuse_values(self, what: str) -> NoReturn:
         """Refuses a step that reads values of a hidden state.

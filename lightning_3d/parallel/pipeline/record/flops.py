@@ -1,0 +1,41 @@
+"""Counting the floating point operations of what runs, with or without values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+_aten = torch.ops.aten
+# torch counts attention on every device but this.
+_ATTENTION_ON_CPU = MappingProxyType(
+    {_aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[_aten._scaled_dot_product_flash_attention]}
+)
+
+
+class CountsFlops(TorchDispatchMode):
+    """Hands the operations of each matrix product, convolution and attention to a function.
+
+    torch's own counter follows the modules too, with hooks on their tensors, and costs more than a fake run.
+
+    Args:
+        add: Is told a number of operations.
+    """
+
+    def __init__(self, add: Callable[[float], None]) -> None:
+        super().__init__()
+        self._add = add
+        self._formulas: Mapping[Any, Callable[..., Any]] = {**_ATTENTION_ON_CPU, **flop_registry}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Computes, and counts by torch's formulas."""
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        formula = self._formulas.get(func._overloadpacket)
+        if formula is not None:
+            self._add(float(formula(*args, **kwargs, out_val=output)))
+        return output
