@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ def broadcast_module(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 class BufferBroadcast:
-    """Gives every rank of a group the running statistics of its first rank, as DDP does.
+    """Gives every rank of a group the running statistics of one: of its first, as DDP does, or of each buffer's own.
 
     Only persistent buffers travel. Names are collected once and looked up at each call, so a buffer that the module
     assigns anew is followed; a module without persistent buffers costs nothing.
@@ -33,30 +33,33 @@ class BufferBroadcast:
     Args:
         module: The module; its buffers are whole on every rank.
         group: The ranks that must agree.
+        source: The rank in the group that has the present value of a buffer, by the buffer's name.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, module: nn.Module, group: dist.ProcessGroup, source: Callable[[str], int] = lambda name: 0
+    ) -> None:
         self._group = group
-        self._places = [
-            (part, name)
-            for part in module.modules()
-            for name in part._buffers
-            if name not in part._non_persistent_buffers_set
-        ]
+        self._places: dict[int, list[tuple[nn.Module, str]]] = {}
+        for prefix, part in module.named_modules():
+            for name in part._buffers:
+                if name not in part._non_persistent_buffers_set:
+                    rank = source(f"{prefix}.{name}" if prefix else name)
+                    self._places.setdefault(rank, []).append((part, name))
 
     def __call__(self) -> None:
         """Broadcasts the buffers' present values; a collective call if there are any."""
-        if self._places:
-            found = (part._buffers.get(name) for part, name in self._places)
-            _broadcast([buffer for buffer in found if buffer is not None], self._group)
+        for rank, places in sorted(self._places.items()):
+            found = (part._buffers.get(name) for part, name in places)
+            _broadcast([buffer for buffer in found if buffer is not None], self._group, rank)
 
 
-def _broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+def _broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
     unique = {id(tensor): tensor.detach() for tensor in tensors if not tensor.is_meta and tensor.numel()}
     for bucket in _buckets(unique.values()):
         parts = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in bucket]
         sent = torch.cat(parts) if len(parts) > 1 else parts[0]
-        dist.broadcast(sent, group=group, group_src=0)
+        dist.broadcast(sent, group=group, group_src=source)
         received = sent.split([tensor.nbytes for tensor in bucket])
         for tensor, part in zip(bucket, received, strict=True):
             tensor.copy_(part.view(tensor.dtype).view(tensor.size()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 import torch
@@ -23,6 +23,7 @@ def materialise(
     device: torch.device,
     parameters_on: torch.device | None = None,
     layouts: Mapping[str, Layout] = MappingProxyType({}),
+    absent: Collection[str] = (),
 ) -> None:
     """Gives a module's meta tensors memory and their recorded initial values, without communication.
 
@@ -36,9 +37,11 @@ def materialise(
         device: This rank's device.
         parameters_on: The device of parameters, if not ``device``: the CPU when they are offloaded.
         layouts: How parameters are cut over the tensor axis, the last of their mesh, by their first names.
+        absent: First names of parameters that stay on the meta device, since other pipeline ranks hold them.
     """
     parameters_on = parameters_on or device
     waiting = {id(tensor): name for name, tensor in reversed([*named_tensors(module)]) if tensor.is_meta}
+    waiting = {key: name for key, name in waiting.items() if name not in absent}
     sharded = []
     for name, tensor in [*named_tensors(module)]:
         if waiting.get(id(tensor)) != name:
@@ -48,7 +51,7 @@ def materialise(
         else:
             target = parameters_on if isinstance(tensor, nn.Parameter) else device
             _replace(tensor, tape.value(name).to(target, tensor.dtype))
-    _allocate(module, device, parameters_on)
+    _allocate(module, device, parameters_on, waiting)
     for name, tensor in sharded:
         _fill(tensor, tape.value(name), layouts.get(name))
 
@@ -92,13 +95,15 @@ def _replace(meta: Tensor, value: Tensor) -> None:
     torch._C._swap_tensor_impl(meta, value)
 
 
-def _allocate(module: nn.Module, device: torch.device, parameters_on: torch.device) -> None:
+def _allocate(module: nn.Module, device: torch.device, parameters_on: torch.device, waiting: Collection[int]) -> None:
     """Gives sharded parameters empty memory and moves what is real; FSDP hears of it through the module."""
     parameters = {id(parameter) for parameter in module.parameters()}
 
     def placed(tensor: Tensor) -> Tensor:
         target = parameters_on if id(tensor) in parameters else device
-        return torch.empty_like(tensor, device=target) if tensor.is_meta else tensor.to(target)
+        if not tensor.is_meta:
+            return tensor.to(target)
+        return torch.empty_like(tensor, device=target) if id(tensor) in waiting else tensor
 
     # torch swaps in tensors without what users have set on the old ones.
     with marks_kept(module):
