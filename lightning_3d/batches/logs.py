@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any
 
@@ -26,12 +26,44 @@ def reduction_name(reduce_fx: str | Callable[[Any], Any]) -> str:
     return reduce_fx if isinstance(reduce_fx, str) else reduce_fx.__name__
 
 
+@dataclass(frozen=True, slots=True)
+class LogCall:
+    """One call of ``log``.
+
+    Attributes:
+        hook: Lightning's name of the hook that runs.
+        name: The name that is logged.
+        value: What is logged.
+        options: What ``log`` was given besides, by name.
+        shown: What a metric shows for its last call.
+    """
+
+    hook: str
+    name: str
+    value: Any
+    options: Mapping[str, Any]
+    shown: Any = None
+
+    @classmethod
+    def of(cls, module: LightningModule, name: str, value: Any, *args: Any, **options: Any) -> LogCall:
+        """Returns a call with the arguments of ``module.log``; a plain tensor as it is now."""
+        shown = value._forward_cache if isinstance(value, Metric) else None
+        return cls(str(module._current_fx_name), name, _as_now(value), log_options(args, options), shown)
+
+    def make(self, module: LightningModule) -> None:
+        """Makes the call."""
+        if isinstance(self.value, Metric):
+            self.value._forward_cache = self.shown
+        module.log(self.name, self.value, **self.options)
+
+
 @dataclass(slots=True)
 class _Entry:
-    options: dict[str, Any]
+    first: LogCall
     values: list[Any] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    metric: Metric | None = None
+    sized: bool = True
+    shown: Any = None
 
 
 class LogCollector:
@@ -40,48 +72,54 @@ class LogCollector:
     Lightning counts one logged value per batch. Values of micro-batches are therefore combined by their own
     ``reduce_fx`` (mean: weighted by samples, sum: added, min, max) and handed to Lightning once. A metric gathers its
     micro-batches itself; only what it shows for one step is combined, as a mean.
-
-    Args:
-        module: The module whose ``log`` is listened to.
     """
 
-    def __init__(self, module: LightningModule) -> None:
-        self._module = module
+    def __init__(self) -> None:
         self._entries: dict[tuple[str, str], _Entry] = {}
-        self._size = 0
 
-    def microbatch(self, size: int) -> None:
-        """Says how many samples the micro-batch that runs next has."""
-        self._size = size
+    def add(self, call: LogCall, size: int | None) -> None:
+        """Takes a call.
 
-    def flush(self) -> None:
-        """Hands every combined value to Lightning's own ``log``."""
-        for entry in self._entries.values():
-            options = dict(entry.options)
-            name = options.pop("name")
-            value = entry.metric
-            if value is None:
-                value = _combined(entry.values, entry.sizes, options.get("reduce_fx", "mean"))
-                options["batch_size"] = sum(entry.sizes)
-            elif entry.values:
-                # The metric shows its last call, which saw one micro-batch, as the value of the step.
-                value._forward_cache = _combined(entry.values, entry.sizes, "mean")
-            self._module.log(name, value, **options)
-        self._entries.clear()
-
-    def collect(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Stands in for ``module.log`` while micro-batches run."""
-        options = log_options(args, options)
-        hook = str(self._module._current_fx_name)
-        entry = self._entries.setdefault((hook, name), _Entry({"name": name, **options}))
+        Args:
+            call: Made while a micro-batch ran.
+            size: Samples of that micro-batch; None if it is the whole batch, whose size Lightning finds.
+        """
+        entry = self._entries.setdefault((call.hook, call.name), _Entry(call))
+        value = call.value
         if isinstance(value, Metric):
-            entry.metric = value
-            value = value._forward_cache
+            value = entry.shown = call.shown
             if not isinstance(value, Tensor) or value.numel() != 1:
                 return
         entry.values.append(value.detach() if isinstance(value, Tensor) else value)
-        size = options.get("batch_size")
-        entry.sizes.append(self._size if size is None else size)
+        own = call.options.get("batch_size")
+        size = size if own is None else own
+        entry.sizes.append(1 if size is None else size)
+        entry.sized = size is not None
+
+    def combined(self) -> list[LogCall]:
+        """Returns one call for all of one name, and forgets them."""
+        calls = [_one_call(entry) for entry in self._entries.values()]
+        self._entries.clear()
+        return calls
+
+
+def _as_now(value: Any) -> Any:
+    if type(value) is not Tensor:
+        return value
+    # Nothing of the step: who watches its functions must not count these.
+    with torch._C.DisableTorchFunction():
+        return value.detach().clone()
+
+
+def _one_call(entry: _Entry) -> LogCall:
+    first = entry.first
+    if isinstance(first.value, Metric):
+        # It shows its last call, which saw one micro-batch, as the value of the step.
+        shown = _combined(entry.values, entry.sizes, "mean") if entry.values else entry.shown
+        return replace(first, shown=shown)
+    value = _combined(entry.values, entry.sizes, first.options.get("reduce_fx", "mean"))
+    size = {"batch_size": sum(entry.sizes)} if entry.sized else {}
+    return replace(first, value=value, options={**first.options, **size})
 
 
 def _combined(values: list[Any], sizes: list[int], reduce_fx: str | Callable[[Any], Any]) -> Any:

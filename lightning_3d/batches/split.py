@@ -59,7 +59,7 @@ def _cut(value: Any, total: int, start: int, stop: int) -> Any:
     if isinstance(value, Mapping):
         return _rebuilt_mapping(value, {key: _cut(item, total, start, stop) for key, item in value.items()})
     if isinstance(value, (list, tuple)):
-        if _is_samples(value, total):
+        if is_samples(value, total):
             return _rebuilt_sequence(value, value[start:stop])
         return _rebuilt_sequence(value, [_cut(item, total, start, stop) for item in value])
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -68,8 +68,8 @@ def _cut(value: Any, total: int, start: int, stop: int) -> Any:
     return value
 
 
-def _is_samples(value: Sequence[Any], total: int) -> bool:
-    """Whether a list holds one entry per sample, rather than a few entries that each hold all samples.
+def is_samples(value: Sequence[Any], total: int) -> bool:
+    """Returns whether a list holds one entry per sample, rather than a few entries that each hold all samples.
 
     Both have as many entries as samples when a pair (input, target) meets a batch of two. It is the pair if each entry
     holds as many samples, or if one does and the entries are of different kinds.

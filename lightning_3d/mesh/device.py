@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.errors import MeshError
-from lightning_3d.mesh.spec import AXES, DATA_REPLICATE, DATA_SHARD, MeshSpec
+from lightning_3d.mesh.spec import AXES, DATA_REPLICATE, DATA_SHARD, MODEL_GROUP, MeshSpec
 
-_DATA, _TENSOR = "data_parallel", "tensor_parallel"
+_DATA, _PIPELINE, _TENSOR = "data_parallel", "pipeline_parallel", "tensor_parallel"
 
 
 def build_device_mesh(spec: MeshSpec, device_type: str) -> DeviceMesh:
@@ -52,6 +52,18 @@ def data_axis_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def tensor_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Returns the 1-D mesh of the ranks that compute each layer together."""
     return mesh[_TENSOR]
+
+
+def pipeline_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Returns the 1-D mesh of the ranks that compute one sample one after the other, stage by stage."""
+    return mesh[_PIPELINE]
+
+
+def model_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Returns the 1-D mesh of the ranks that hold one copy of the model together, and so see the same samples."""
+    if mesh[_PIPELINE].size() == 1:
+        return mesh[_TENSOR]
+    return mesh[_PIPELINE] if mesh[_TENSOR].size() == 1 else mesh[_PIPELINE, _TENSOR]._flatten(MODEL_GROUP)
 
 
 def _has_replicas(mesh: DeviceMesh) -> bool:

@@ -20,6 +20,7 @@ from lightning_3d.config.schema import StrategyConfig
 from lightning_3d.errors import ModuleError
 from lightning_3d.initial.record import InitRecorder
 from lightning_3d.initial.replay import InitTape
+from lightning_3d.mesh.spec import MODEL_GROUP
 from lightning_3d.mesh.topology import Topology
 from lightning_3d.plan import ReplayOptions, unwatch_calls, watch_calls
 from lightning_3d.strategy.ends import check_enough_samples
@@ -192,8 +193,8 @@ class Mesh3DStrategy(SavingStrategy):
         assert module is not None
         if self._applied is None or self._applied.module is not module:
             step = None
-            if self.mesh_spec.tensor > 1:
-                share_generators(self._on_mesh.tensor_group)
+            if self.mesh_spec.size(MODEL_GROUP) > 1:
+                share_generators(self._on_mesh.model_group)
                 step = FirstStep(module.trainer, module, self._precision, data_rank=self.data_rank)
                 # Not the step itself: its batch must not live as long as the run.
                 self._begun_loaders = step.begun
@@ -326,14 +327,15 @@ class Mesh3DStrategy(SavingStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.config.check_replicas:
-            self._on_mesh.replicas.batch(batch, batch_idx)
+            self._on_mesh.same_batches.batch(batch, batch_idx)
 
     @override
     def on_train_end(self) -> None:
         if self.config.check_replicas:
             applied = self._module_on_mesh
             applied.engine.rest()
-            self._on_mesh.replicas.tensors(chain(applied.module.named_parameters(), applied.module.named_buffers()))
+            held = chain(applied.module.named_parameters(), applied.module.named_buffers())
+            self._on_mesh.same_tensors.tensors(held)
 
     # ---- data ----
 

@@ -98,7 +98,7 @@ class ReplicaCheck:
         different = self._unlike_first(gather(self._group, batch_digest(batch)))
         if different:
             raise BatchError(
-                f"batch {index} differs on tensor-parallel ranks {_listed(different)} from rank {self._ranks[0]}; "
+                f"batch {index} differs on model-parallel ranks {_listed(different)} from rank {self._ranks[0]}; "
                 "they compute one sample together.",
                 fix="shard samplers by strategy.data_rank, and draw random numbers in datasets from torch's or NumPy's "
                 "seeded generators",
@@ -108,12 +108,13 @@ class ReplicaCheck:
         """Compares what every rank should hold alike: replicated parameters and buffers. A collective.
 
         Args:
-            tensors: Parameters and buffers by name; those cut over the last axis of their mesh are left out.
+            tensors: Parameters and buffers by name; those cut over the last axis of their mesh, and those that other
+                pipeline ranks hold, are left out.
 
         Raises:
             ModuleError: Names the first that differs, and the ranks.
         """
-        digests = {name: _tensor_digest(_local(tensor)) for name, tensor in tensors if not _cut(tensor)}
+        digests = {name: _tensor_digest(_local(tensor)) for name, tensor in tensors if not _apart(tensor)}
         of_ranks = gather(self._group, digests)
         for name in digests:
             different = self._unlike_first([each[name] for each in of_ranks])
@@ -154,9 +155,11 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _cut(tensor: Tensor) -> bool:
-    """Whether the last axis of its mesh, the tensor axis, cuts it."""
-    return isinstance(tensor, DTensor) and not isinstance(tensor.placements[-1], Replicate)
+def _apart(tensor: Tensor) -> bool:
+    """Whether the last axis of its mesh, the tensor axis, cuts it, or this rank has nothing of it."""
+    if isinstance(tensor, DTensor):
+        return not isinstance(tensor.placements[-1], Replicate)
+    return tensor.is_meta
 
 
 def _listed(ranks: Iterable[int]) -> str:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_3d.config.schema import StrategyConfig
 from lightning_3d.gradients import clip_by_norm, clip_by_value
-from lightning_3d.mesh.device import build_device_mesh, data_axis_mesh, tensor_mesh
-from lightning_3d.mesh.spec import MeshSpec
+from lightning_3d.mesh.device import build_device_mesh, data_axis_mesh, model_mesh, pipeline_mesh, tensor_mesh
+from lightning_3d.mesh.spec import MODEL_GROUP, MeshSpec
 from lightning_3d.random.streams import RandomStreams
 from lightning_3d.strategy.checkpoints import CheckpointDoor
 from lightning_3d.strategy.collectives import DataCollectives
@@ -35,15 +35,19 @@ class RunOnMesh:
         self.device = device
         self.mesh = build_device_mesh(spec, device.type)
         self.data_group = data_axis_mesh(self.mesh).get_group()
-        self.tensor_group = tensor_mesh(self.mesh).get_group()
-        self.replicas = ReplicaCheck(self.tensor_group, spec.group("tensor_parallel", dist.get_rank()))
+        self.pipeline_group = pipeline_mesh(self.mesh).get_group()
+        # Ranks that see the same samples.
+        self.model_group = model_mesh(self.mesh).get_group()
+        rank = dist.get_rank()
+        self.same_batches = ReplicaCheck(self.model_group, spec.group(MODEL_GROUP, rank))
+        self.same_tensors = ReplicaCheck(tensor_mesh(self.mesh).get_group(), spec.group("tensor_parallel", rank))
         world = dist.group.WORLD
         assert world is not None, "the processes have met"
         self.world_group: dist.ProcessGroup = world
         self.seed = _agreed_seed(self.world_group)
         self.streams = RandomStreams(self.seed, [device]) if config.layout_free_random else None
         self.collectives = DataCollectives(self.data_group, self.world_group, device)
-        self.ends = LoaderEnds(self.collectives, config.uneven, partial(alike, group=self.tensor_group))
+        self.ends = LoaderEnds(self.collectives, config.uneven, partial(alike, group=self.model_group))
         self.checkpoints = CheckpointDoor(
             distributed=config.save_distributed_checkpoint, group=self.world_group, device=device
         )

@@ -48,7 +48,7 @@ def _compare(rank: int, world: int) -> list[str]:
 @pytest.mark.spmd
 def test_what_differs_is_named() -> None:
     for texts in run_spmd(_compare, 2):
-        assert all("batch 3 differs on tensor-parallel ranks 5 from rank 4" in text for text in texts[:2])
+        assert all("batch 3 differs on model-parallel ranks 5 from rank 4" in text for text in texts[:2])
         assert "'scale' differs" in texts[2]
 
 

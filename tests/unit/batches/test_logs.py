@@ -7,7 +7,7 @@ import pytest
 import torch
 from torchmetrics import MeanMetric
 
-from lightning_3d.batches.logs import LogCollector, log_options, reduction_name
+from lightning_3d.batches.logs import LogCall, LogCollector, log_options, reduction_name
 
 
 class Listens(L.LightningModule):
@@ -22,15 +22,14 @@ class Listens(L.LightningModule):
 
 
 def test_values_are_combined_as_they_are_reduced() -> None:
-    module = Listens()
-    collector = LogCollector(module)
+    module, collector = Listens(), LogCollector()
     for size, value in ((2, 4.0), (1, 10.0)):
-        collector.microbatch(size)
-        collector.collect("mean", torch.tensor(value), True, on_epoch=True)
-        collector.collect("own", value, batch_size=3)
+        collector.add(LogCall.of(module, "mean", torch.tensor(value), True, on_epoch=True), size)
+        collector.add(LogCall.of(module, "own", value, batch_size=3), size)
         for name in ("sum", "min", "max"):
-            collector.collect(name, value, reduce_fx=getattr(torch, name))
-    collector.flush()
+            collector.add(LogCall.of(module, name, value, reduce_fx=getattr(torch, name)), size)
+    for call in collector.combined():
+        call.make(module)
     assert {name: float(value) for name, (value, _) in module.logged.items()} == {
         "mean": 6.0,
         "own": 7.0,
@@ -40,19 +39,16 @@ def test_values_are_combined_as_they_are_reduced() -> None:
     }
     assert module.logged["mean"][1] == {"prog_bar": True, "on_epoch": True, "batch_size": 3}
     assert module.logged["own"][1]["batch_size"] == 6
-    module.logged.clear()
-    collector.flush()
-    assert module.logged == {}
+    assert collector.combined() == []
 
 
 def test_a_metric_is_logged_itself_with_the_mean_of_its_calls() -> None:
-    module, metric = Listens(), MeanMetric()
-    collector = LogCollector(module)
+    module, metric, collector = Listens(), MeanMetric(), LogCollector()
     for size, value in ((3, 1.0), (1, 5.0)):
-        collector.microbatch(size)
         metric(torch.full((size,), value))
-        collector.collect("metric", metric, on_step=True)
-    collector.flush()
+        collector.add(LogCall.of(module, "metric", metric, on_step=True), size)
+    for call in collector.combined():
+        call.make(module)
     assert module.logged["metric"][0] is metric
     assert float(metric._forward_cache) == float(metric.compute()) == 2.0
 
@@ -69,8 +65,15 @@ def test_arguments_by_position() -> None:
 
 
 def test_values_with_dims_are_refused() -> None:
-    collector = LogCollector(Listens())
-    collector.microbatch(2)
-    collector.collect("many", torch.zeros(2))
+    collector = LogCollector()
+    collector.add(LogCall.of(Listens(), "many", torch.zeros(2)), 2)
     with pytest.raises(RuntimeError, match="invalid for input of size 2"):
-        collector.flush()
+        collector.combined()
+
+
+def test_a_value_is_logged_as_it_was() -> None:
+    module, value = Listens(), torch.tensor(1.0)
+    call = LogCall.of(module, "value", value)
+    value.add_(1.0)
+    call.make(module)
+    assert float(module.logged["value"][0]) == 1.0
