@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,28 @@ def local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
-def total_norm(parameters: Iterable[Tensor], *, group: dist.ProcessGroup | None, norm_type: float = 2.0) -> Tensor:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineShare:
+    """What a rank of a pipeline knows of the gradients of the whole mesh.
+
+    Attributes:
+        ranks: Pipeline ranks.
+        holders: On how many of them a parameter of this rank lies, for those that are not here alone.
+        device: Where gradients lie, also on a rank that has none.
+    """
+
+    ranks: int
+    holders: Mapping[Tensor, int]
+    device: torch.device
+
+
+def total_norm(
+    parameters: Iterable[Tensor],
+    *,
+    group: dist.ProcessGroup | None,
+    norm_type: float = 2.0,
+    share: PipelineShare | None = None,
+) -> Tensor:
     """Returns the norm of all gradients as one vector, equal on every rank.
 
     One scalar all-reduce, and none where every rank holds whole gradients. An element that r ranks hold counts 1/r on
@@ -25,23 +47,33 @@ def total_norm(parameters: Iterable[Tensor], *, group: dist.ProcessGroup | None,
         parameters: The parameters whose gradients count; a tied one stands in it once.
         group: The whole mesh; None in a single process.
         norm_type: p of the p-norm; ``inf`` is the largest absolute value.
+        share: Says that other pipeline ranks have other parameters.
 
     Returns:
-        A tensor without dims, on the device of the gradients (of the group's backend where those are offloaded).
+        A tensor without dims, on the device of the gradients (of the group's backend where those are offloaded). In a
+        pipeline it is fp64, since a rank does not know what others have.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return _norm(gradients, [_local(gradient) for gradient in gradients], group, norm_type)
+    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
+    return _norm(with_gradient, local_gradients(with_gradient), group, norm_type, share)
 
 
-def _norm(gradients: list[Tensor], locals_: list[Tensor], group: dist.ProcessGroup | None, norm_type: float) -> Tensor:
-    if group is None or not any(_is_cut(gradient) for gradient in gradients):
+def _norm(
+    parameters: list[Tensor],
+    locals_: list[Tensor],
+    group: dist.ProcessGroup | None,
+    norm_type: float,
+    share: PipelineShare | None,
+) -> Tensor:
+    if group is None or (share is None and not any(_is_cut(parameter) for parameter in parameters)):
         return nn.utils.get_total_norm(locals_, norm_type)
+    dtype = _wide(locals_) if share is None else torch.float64
+    device = _reduction_device(locals_, group) if share is None else share.device
     if norm_type == float("inf"):
-        largest = nn.utils.get_total_norm(locals_, norm_type).to(_reduction_device(locals_, group))
+        largest = nn.utils.get_total_norm(locals_, norm_type).to(device=device, dtype=dtype)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         return largest
-    total = torch.zeros((), dtype=_wide(locals_), device=_reduction_device(locals_, group))
-    for weight, part in _by_weight(gradients, locals_, group.size()):
+    total = torch.zeros((), dtype=dtype, device=device)
+    for weight, part in _by_weight(parameters, locals_, group.size(), share):
         norm = nn.utils.get_total_norm(part, norm_type)
         total += weight * norm.to(total) ** norm_type
     dist.all_reduce(total, group=group)
@@ -49,15 +81,20 @@ def _norm(gradients: list[Tensor], locals_: list[Tensor], group: dist.ProcessGro
 
 
 def clip_by_norm(
-    parameters: Sequence[Tensor], max_norm: float, *, group: dist.ProcessGroup | None, norm_type: float = 2.0
+    parameters: Sequence[Tensor],
+    max_norm: float,
+    *,
+    group: dist.ProcessGroup | None,
+    norm_type: float = 2.0,
+    share: PipelineShare | None = None,
 ) -> Tensor:
     """Scales all gradients so that their norm is at most ``max_norm``; returns the norm before.
 
     The factor is torch's: max_norm / (norm + 1e-6), at most 1.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    locals_ = [_local(gradient) for gradient in gradients]
-    norm = _norm(gradients, locals_, group, norm_type)
+    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
+    locals_ = local_gradients(with_gradient)
+    norm = _norm(with_gradient, locals_, group, norm_type, share)
     if locals_:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         _scale(locals_, factor)
@@ -92,20 +129,26 @@ def _local(gradient: Tensor) -> Tensor:
         return gradient.to_local()
 
 
-def _is_cut(gradient: Tensor) -> bool:
+def _is_cut(parameter: Tensor) -> bool:
+    gradient = parameter.grad
     return isinstance(gradient, DTensor) and not all(isinstance(place, Replicate) for place in gradient.placements)
 
 
-def _by_weight(gradients: list[Tensor], locals_: list[Tensor], world: int) -> list[tuple[float, list[Tensor]]]:
+def _by_weight(
+    parameters: list[Tensor], locals_: list[Tensor], world: int, share: PipelineShare | None
+) -> list[tuple[float, list[Tensor]]]:
     """The local gradients by the weight with which they count in a sum over the world."""
     parts: dict[float, list[Tensor]] = {}
-    for gradient, local in zip(gradients, locals_, strict=True):
-        parts.setdefault(_holders(gradient, world), []).append(local)
+    for parameter, local in zip(parameters, locals_, strict=True):
+        holders = _holders(parameter.grad, world)
+        if share is not None:
+            holders = holders * share.holders.get(parameter, 1) / share.ranks
+        parts.setdefault(holders, []).append(local)
     return [(1.0 / holders, part) for holders, part in parts.items()]
 
 
-def _holders(gradient: Tensor, world: int) -> float:
-    """On how many ranks of the world each element of a gradient lies."""
+def _holders(gradient: Tensor | None, world: int) -> float:
+    """On how many ranks of the world each element of a gradient lies, if all stages have the parameter."""
     if not isinstance(gradient, DTensor):
         return float(world)
     mesh = gradient.device_mesh

@@ -236,19 +236,25 @@ class MeshGradScaler(ShardedGradScaler):
     """torch's scaler for sharded gradients, here for the gradients of FSDP2: an overflow on one rank is one for all.
 
     Every optimizer is unscaled before its step, fused ones included: these would look at their own rank's gradients
-    only, and could not be clipped.
+    only, and could not be clipped. A rank of a pipeline may have no gradient, and no loss that it could have scaled.
     """
+
+    @override
+    def unscale_(self, optimizer: Optimizer) -> None:
+        if self._enabled and self._scale is None:
+            self.scale(torch.zeros((), device=self._device))
+        super().unscale_(optimizer)
 
     @override
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
     ) -> dict[torch.device, Tensor]:
-        found = {found_inf.device: found_inf}
         for gradients in _by_device_and_dtype(optimizer):
-            device = gradients[0].device
-            here = found.setdefault(device, torch.zeros_like(found_inf, device=device))
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, here, inv_scale.to(device))
-        return found
+            here = torch.zeros_like(found_inf, device=gradients[0].device)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, here, inv_scale.to(here.device))
+            found_inf.add_(here.to(found_inf.device))
+        # One answer, whatever devices have gradients here: every rank reduces as many.
+        return {found_inf.device: found_inf}
 
     @override
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:

@@ -15,8 +15,8 @@ section 5 and the traffic in section 7. FSDP2 differs from the paper in four way
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -25,7 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from lightning_3d.cost import Footprint, Traffic, TrafficRow
 from lightning_3d.graph.parameters import ParameterInfo, ParameterTable
 from lightning_3d.mesh.spec import DATA_REPLICATE, DATA_SHARD, MeshSpec
-from lightning_3d.parallel.data.plan import DataPlan, unit_parameters
+from lightning_3d.parallel.data.plan import DataPlan, stage_units, unit_parameters
 
 # Moments of an optimizer step at which no unit is at work:
 # between two steps; between forward and backward of a micro-batch that is not the first; after the last backward.
@@ -88,6 +88,27 @@ class DataSizes:
         return sum(self.blocks, self.root)
 
 
+def stage_share(
+    table: ParameterTable,
+    plan: DataPlan,
+    *,
+    managed: Collection[str],
+    modules: Collection[str],
+    apart: Collection[str] = (),
+) -> tuple[ParameterTable, DataPlan]:
+    """Returns a stage's share of a whole module, to be priced by the same formulas; a rank pays for all its stages.
+
+    Args:
+        table: The parameters of the whole module.
+        plan: The plan of the whole module.
+        managed: First names of the parameters that the stage manages: what it holds and no lower stage of its rank.
+        modules: Names of modules that the stage calls.
+        apart: All names of parameters that several stages of the rank hold.
+    """
+    rows = tuple(row for row in table.rows if row.name in managed)
+    return ParameterTable(rows=rows), replace(plan, units=stage_units(plan.units, modules=modules, apart=apart))
+
+
 def data_sizes(
     table: ParameterTable, plan: DataPlan, mesh: MeshSpec, *, policy: MixedPrecisionPolicy | None = None
 ) -> DataSizes:
@@ -122,7 +143,8 @@ def data_traffic(plan: DataPlan, sizes: DataSizes, *, microbatches: int) -> Traf
 
     P = bytes of all parameters, M = micro-batches. Gathered at stages 1 and 2: P; at stage 3: 2 M times the blocks and
     once the root. Scattered at stage 1: P; at stages 2 and 3: M P. Hybrid sharding adds an all-reduce of P / shards
-    over the replicas. Stage 0 reduces P, in DDP's buckets and its map of used parameters, or unit by unit.
+    over the replicas. Stage 0 reduces P, in DDP's buckets and its map of used parameters, or unit by unit. The same
+    holds in the stages of a pipeline.
 
     Args:
         plan: The plan.

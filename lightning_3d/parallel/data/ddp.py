@@ -51,7 +51,7 @@ class DDPEngine(DataEngine):
         """Makes the call; DDP has no part in it."""
         return call()
 
-    def before_microbatch(self, *, last: bool) -> None:
+    def before_microbatch(self, *, last: bool, backwards: int = 1) -> None:
         """Has DDP reduce in the last backward only; until then gradients gather in its buckets."""
         self._last = last
         if last:

@@ -27,8 +27,13 @@ class DataEngine(ABC):
         """Returns ``call()``, a use of the module that is no training step; nothing stays gathered behind it."""
 
     @abstractmethod
-    def before_microbatch(self, *, last: bool) -> None:
-        """Called before the forward of a micro-batch; ``last`` before the optimizer step, so gradients must meet."""
+    def before_microbatch(self, *, last: bool, backwards: int = 1) -> None:
+        """Called before the forward of a micro-batch, or before a schedule of several of them.
+
+        Args:
+            last: The optimizer step comes next, so gradients must meet.
+            backwards: Micro-batches with a backward until the next call.
+        """
 
     def gradients_complete(self) -> None:
         """Called when the gradients of an optimizer step have met, before anything reads them."""
@@ -58,7 +63,7 @@ class PlainEngine(DataEngine):
         """Makes the call."""
         return call()
 
-    def before_microbatch(self, *, last: bool) -> None:
+    def before_microbatch(self, *, last: bool, backwards: int = 1) -> None:
         """Nothing to do."""
 
     def before_inner_backward(self, loss: Tensor) -> Tensor:

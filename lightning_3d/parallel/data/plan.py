@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_3d.graph.blocks import Stack
 from lightning_3d.graph.parameters import ParameterInfo, ParameterTable
+from lightning_3d.units import counted
 
 Engine = Literal["none", "ddp", "replicate", "fully_shard"]
 
@@ -44,8 +46,10 @@ class DataPlan:
     cpu_offload: bool = False
 
     def __str__(self) -> str:
+        if self.engine == "none":
+            return "one rank, nothing to shard"
         text = f"zero_stage {self.zero_stage} by {self.engine}"
-        return f"{text}, {len(self.units)} units and the root" if self.engine in ("replicate", "fully_shard") else text
+        return text if self.engine == "ddp" else f"{text}, {counted(len(self.units), 'unit')} and the root"
 
 
 def plan_data(
@@ -58,6 +62,7 @@ def plan_data(
     cpu_offload: bool = False,
     needs_units: bool = False,
     tensor_size: int = 1,
+    pipeline_size: int = 1,
     full_precision: tuple[str, ...] = (),
 ) -> DataPlan:
     """Returns the plan of the data axis.
@@ -72,10 +77,12 @@ def plan_data(
         needs_units: The run needs an engine that works unit by unit even where a plainer one would do: a precision
             that casts parameters as they gather, or a backward inside the step (manual optimization).
         tensor_size: Number of tensor ranks. DDP knows plain tensors only, so ``replicate`` takes its place above 1.
+        pipeline_size: Number of pipeline ranks. DDP serves one backward for each forward in turn, so ``replicate``
+            takes its place above 1.
         full_precision: Modules that are not cast with the others.
     """
     engine: Engine
-    if zero_stage == 0 and (needs_units or (tensor_size > 1 and data_size > 1)):
+    if zero_stage == 0 and (needs_units or (data_size > 1 and max(tensor_size, pipeline_size) > 1)):
         engine = "replicate"
     elif zero_stage == 0:
         engine = "ddp" if data_size > 1 else "none"
@@ -122,17 +129,48 @@ def _inside(names: tuple[str, ...], units: tuple[ShardUnit, ...]) -> tuple[Shard
     return tuple(ShardUnit(modules=tuple(group), keeps_precision=True) for group in groups.values())
 
 
+def stage_units(
+    units: tuple[ShardUnit, ...], *, modules: Collection[str], apart: Collection[str] = ()
+) -> tuple[ShardUnit, ...]:
+    """Returns what is left of the units of a whole module in one stage of a pipeline.
+
+    Args:
+        units: The units.
+        modules: Names of modules that the stage calls.
+        apart: All names of parameters that several stages of a rank hold. Their modules belong to the root, which
+            stays gathered while another stage computes.
+    """
+    kept = [
+        replace(unit, modules=tuple(name for name in unit.modules if _is_in(name, modules) and not _holds(name, apart)))
+        for unit in units
+    ]
+    return tuple(unit for unit in kept if unit.modules)
+
+
+def _is_in(name: str, modules: Collection[str]) -> bool:
+    return name in modules or any(prefix in modules for prefix in _prefixes(name))
+
+
+def _holds(module: str, parameters: Collection[str]) -> bool:
+    return any(name.startswith(f"{module}.") for name in parameters)
+
+
 def unit_parameters(table: ParameterTable, units: tuple[ShardUnit, ...]) -> tuple[tuple[ParameterInfo, ...], ...]:
     """Returns the parameters of each unit, and last those of the root."""
     home = {block: index for index, unit in enumerate(units) for block in unit.modules}
     owned: list[list[ParameterInfo]] = [[] for _ in range(len(units) + 1)]
     for row in table.rows:
-        owned[_home(row.name, home, len(units))].append(row)
+        # In a stage a tied parameter may have its first name elsewhere.
+        owned[min(_home(name, home, len(units)) for name in row.names)].append(row)
     return tuple(map(tuple, owned))
 
 
 def _home(name: str, home: dict[str, int], root: int) -> int:
     """The innermost group that a parameter lies in, or the root."""
+    return next((home[prefix] for prefix in _prefixes(name) if prefix in home), root)
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """The modules that something lies in, innermost first."""
     parts = name.split(".")
-    prefixes = (".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1))
-    return next((home[prefix] for prefix in prefixes if prefix in home), root)
+    return (".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1))

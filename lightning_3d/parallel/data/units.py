@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
+from lightning_3d.parallel.data.door import Door, as_module, tell, units_of
 from lightning_3d.parallel.data.engine import DataEngine
 from lightning_3d.parallel.data.kept import KeptBlocks
 from lightning_3d.parallel.data.scalars import ScalarGradients
 from lightning_3d.parallel.data.zero import ZeroStage
-
-_DOOR = "_mesh_3d_door"
 
 
 class UnitEngine(DataEngine):
@@ -35,18 +35,15 @@ class UnitEngine(DataEngine):
         self._inside = False
         self._left = False
         self._kept: KeptBlocks | None = None
-        module = _as_module(root)
-        self._units = [child for child in module.modules() if isinstance(child, FSDPModule)]
-        # One door for every step: FSDP2 gathers the root and registers its hooks around this method.
-        module.__dict__[_DOOR] = _through
-        register_fsdp_forward_method(module, _DOOR)
+        self._units = units_of(root)
+        self._door = Door(root)
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
         """Calls the step through the root's door."""
         self._hide_kept_blocks()
         self._inside, self._left = True, False
         try:
-            return getattr(self._root, _DOOR)(step, *args)
+            return self._door(step, *args)
         finally:
             self._inside = False
 
@@ -65,17 +62,15 @@ class UnitEngine(DataEngine):
         finally:
             self.rest()
 
-    def before_microbatch(self, *, last: bool) -> None:
+    def before_microbatch(self, *, last: bool, backwards: int = 1) -> None:
         """Tells every unit what its next backward does."""
         if last == self._last:
             return
         self._last = last
         for unit in self._units:
             settings = self._stage.root(last=last) if unit is self._root else self._stage.blocks(last=last)
-            unit.set_requires_gradient_sync(settings.reduce_scatter, recurse=False)
-            if self._sharded:
-                unit.set_requires_all_reduce(settings.all_reduce, recurse=False)
-                unit.set_reshard_after_backward(settings.reshard, recurse=False)
+            # Whole copies are at hand again without any communication.
+            tell(unit, settings if self._sharded else replace(settings, reshard=True))
 
     def gradients_complete(self) -> None:
         """Averages what no unit manages."""
@@ -86,13 +81,13 @@ class UnitEngine(DataEngine):
             self._kept.hide()
         elif self._sharded and not self._stage.reshard_blocks_after_forward:
             self.rest()
-            self._kept = KeptBlocks([_as_module(unit) for unit in self._units if unit is not self._root])
+            self._kept = KeptBlocks([as_module(unit) for unit in self._units if unit is not self._root])
 
     def before_inner_backward(self, loss: Tensor) -> Tensor:
         """Passes the loss through the door: its backward then ends with the reduction of every unit."""
         # The loss is no argument: FSDP2 takes a gradient that reaches an argument for the end of the whole backward.
         # It registers its hook on what leaves the door; a clone is a tensor of its own, not a view.
-        passed: Tensor = getattr(self._root, _DOOR)(loss.clone)
+        passed: Tensor = self._door(loss.clone)
         return passed
 
     def after_inner_backward(self) -> None:
@@ -104,12 +99,3 @@ class UnitEngine(DataEngine):
         """Lets the gathered parameters of every unit go."""
         for unit in self._units:
             unit.reshard()
-
-
-def _through(step: Callable[..., Any], *args: Any) -> Any:
-    return step(*args)
-
-
-def _as_module(module: FSDPModule) -> nn.Module:
-    assert isinstance(module, nn.Module)
-    return module
