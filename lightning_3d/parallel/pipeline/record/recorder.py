@@ -38,7 +38,7 @@ class _Inside:
     arguments: list[Any]
     parameters: set[str] = field(default_factory=set)
     modules: set[str] = field(default_factory=set)
-    values: dict[int, Hidden] = field(default_factory=dict)
+    values: list[Hidden] = field(default_factory=list)
     # Of modules with hooks of the user: name, number, output.
     outputs: list[tuple[str, int, Any]] = field(default_factory=list)
     flops: float = 0.0
@@ -166,12 +166,12 @@ class Recorder:
     def repeated(self, block: str, first: str) -> None:
         """Notes for the block that runs what was seen inside another one that does the same."""
         shown = self._shown[first]
-        for name in shown.parameters:
+        for name in shown.parameters.difference(self._held.get(first, ())):
             self._parameters[name].add(self.position)
         for name in shown.modules:
             self._called(name)
-        for value in shown.values.values():
-            value.used = self.position
+        for value in shown.values:
+            value.used = max(value.used, self.position)
         self.add_flops(shown.flops)
 
     def _begin(self, block: str) -> None:
@@ -293,8 +293,8 @@ class Recorder:
                 inside.parameters.add(name)
                 self._parameters[name].add(self.position)
             hidden = self._values.find(leaf)
-            if hidden is not None and hidden.used < self.position:
-                inside.values[id(leaf)] = hidden
+            if hidden is not None and max(hidden.position, hidden.used) < self.position:
+                inside.values.append(hidden)
                 hidden.used = self.position
 
     def _use(self, leaves: list[Any], at: int | None = None) -> None:
