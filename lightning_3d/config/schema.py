@@ -26,12 +26,6 @@ from lightning_3d.errors import ConfigError
 # Options that this release does not serve yet: any value but the default is refused, so that none is silently ignored.
 _NOT_AVAILABLE = frozenset(
     {
-        "pipeline_parallel_size",
-        "pipeline_schedule",
-        "stages_per_rank",
-        "layers_per_stage",
-        "pipeline_stack",
-        "activation_checkpointing",
         "on_nonfinite",
         "pretrained",
         "pretrained_strict",
