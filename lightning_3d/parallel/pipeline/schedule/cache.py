@@ -1,0 +1,38 @@
+"""A cache that forgets what was not used for longest."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class RecentlyUsed(Generic[T]):
+    """Things that are costly to make, by what they were made for.
+
+    Args:
+        limit: Most things that are kept.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._kept: OrderedDict[Hashable, T] = OrderedDict()
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Returns what was made for a key, or makes it."""
+        if key not in self._kept:
+            made = make()
+            while len(self._kept) >= self._limit:
+                self._kept.popitem(last=False)
+            self._kept[key] = made
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._kept.clear()
+
+    def __len__(self) -> int:
+        return len(self._kept)
