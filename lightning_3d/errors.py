@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import os
+import sys
 from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+
+_OWN = f"{Path(__file__).parent}{os.sep}"
+# Models that could be anybody's.
+_REFERENCE = f"{_OWN}reference{os.sep}"
 
 
 class Lightning3DError(Exception):
@@ -62,6 +71,20 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """Returns the known name closest to ``name``, for "did you mean" texts, or None if none is close."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return found[0] if found else None
+
+
+def user_line() -> str:
+    """Returns file and line of the user's code that runs here: not torch's, not this package's, not generated code."""
+    torch = find_spec("torch")
+    assert torch is not None, "the package needs it"
+    others = (_OWN, f"{Path(torch.origin or '').parent}{os.sep}", "<")
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_REFERENCE) or not file.startswith(others):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown place"
 
 
 def _listed(valid: object) -> str:

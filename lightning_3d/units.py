@@ -22,6 +22,11 @@ def format_count(count: float) -> str:
     return f"{value:.0f}" if unit == 0 else f"{value:.1f}{_DECIMAL[unit]}"
 
 
+def counted(count: int, noun: str) -> str:
+    """Returns a number of things, e.g. ``1 node``, ``2 nodes``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def format_seconds(seconds: float) -> str:
     """Returns a duration, e.g. ``12.3 ms``, ``4.2 s``, ``2 h 05 min``."""
     if seconds < 1:

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric
 
-from lightning_3d.errors import ModuleError
+from lightning_3d.errors import ModuleError, user_line
 from lightning_3d.graph.blocks import Stack, containers, outer_modules
 from lightning_3d.graph.calls import Call, Handler, around_calls
 from lightning_3d.graph.fake_parameters import fake_parameters
 from lightning_3d.graph.observer import EndPass, Function, Observer, Proceed, ProceedModule, Scene, ValueRead
-from lightning_3d.graph.places import innermost_call, user_line
+from lightning_3d.graph.places import innermost_call
 from lightning_3d.graph.quiet import quiet
 from lightning_3d.graph.repeats import Attributes, Repeat, block_kinds, signature
 from lightning_3d.graph.stand_ins import without_metrics, without_optimizers

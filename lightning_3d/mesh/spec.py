@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_3d.errors import MeshError, nearest
+from lightning_3d.units import counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,7 +227,7 @@ class MeshSpec:
                 f"{key} {self.size(key)}" + (f" ({self.data_replicate} replicas x {self.data_shard})" if hybrid else "")
             )
         order = "" if self.rank_order == AXIS_KEYS else f", ranks ordered {', '.join(self.rank_order)}"
-        return f"{' x '.join(parts)} = {self.world} ranks{order}"
+        return f"{' x '.join(parts)} = {counted(self.world, 'rank')}{order}"
 
     def _digit_sizes(self) -> dict[str, int]:
         """Digits and their sizes, outermost first."""

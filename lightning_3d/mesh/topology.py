@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lightning_3d.errors import MeshError
 from lightning_3d.mesh.spec import AXES, AXIS_KEYS, DATA_REPLICATE, DATA_SHARD, MeshSpec
+from lightning_3d.units import counted
 
 _MOST_RANK_ROWS = 32
 _MOST_NODE_ROWS = 12
@@ -36,7 +37,7 @@ class GroupSpan:
         reach = (
             "inside a node" if self.nodes == 1 else f"{self.crossing} of {self.count} cross nodes (up to {self.nodes})"
         )
-        return f"{self.name:<18} size {self.size:<5} {self.count} groups, {reach}"
+        return f"{self.name:<18} size {self.size:<5} {counted(self.count, 'group')}, {reach}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +112,7 @@ class Topology:
         return tuple(lines)
 
     def __str__(self) -> str:
-        head = f"{self.spec} on {self.nodes} nodes of {self.devices_per_node}"
+        head = f"{self.spec} on {counted(self.nodes, 'node')} of {self.devices_per_node}"
         return "\n".join([head, *map(str, self.spans()), *self._map(), *(f"! {line}" for line in self.advice())])
 
     def _map(self) -> list[str]:

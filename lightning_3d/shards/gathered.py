@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_3d.errors import ModuleError
+from lightning_3d.errors import ModuleError, user_line
 from lightning_3d.log import get_logger
 from lightning_3d.shards import nodes
 from lightning_3d.shards.tensor import ShardTensor
@@ -22,8 +20,6 @@ from lightning_3d.units import format_bytes
 _log = get_logger(__name__)
 # Whoever reads these computes on memory that holds a part only.
 _POINTERS = ("data_ptr", "storage", "untyped_storage", "__dlpack__", "__cuda_array_interface__", "set_")
-_OWN = str(Path(__file__).parent)
-_TORCH = str(Path(torch.__file__).parent)
 
 
 def run_gathered(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], reason: str) -> Any:
@@ -62,17 +58,6 @@ def run_gathered(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
 def gathered(shard: ShardTensor) -> Tensor:
     """Returns the whole tensor, replicated."""
     return nodes.gather(shard._local, shard._group, shard._dim, shard._segments)
-
-
-def user_line() -> str:
-    """Returns file and line of the code that called torch, outside of torch and of this package."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((_OWN, _TORCH, "<")):
-            return f"{file}:{frame.f_lineno}"
-        frame = frame.f_back
-    return "an unknown place"
 
 
 def _shards(arguments: Any) -> list[ShardTensor]:

@@ -1,9 +1,13 @@
 import pickle
+from typing import Any
 
 import pytest
+from torch import nn
 
 from lightning_3d import errors
-from lightning_3d.errors import CheckpointError, ConfigError, Lightning3DError, MeshError, nearest
+from lightning_3d.errors import CheckpointError, ConfigError, Lightning3DError, MeshError, nearest, user_line
+from lightning_3d.graph.calls import Call, around_calls
+from lightning_3d.reference import language_model
 
 
 def test_text_is_fact_then_valid_values_then_fix() -> None:
@@ -38,3 +42,22 @@ def test_all_are_one_family_and_of_a_built_in_kind() -> None:
 @pytest.mark.parametrize(("name", "found"), [("trian", "train"), ("zero_stge", "zero_stage"), ("xyz", None)])
 def test_nearest(name: str, found: str | None) -> None:
     assert nearest(name, ["train", "zero_stage", "doctor"]) == found
+
+
+def test_the_users_line_is_outside_of_torch_this_package_and_generated_code() -> None:
+    def here() -> str:
+        namespace: dict[str, Any] = {"user_line": user_line}
+        exec(compile("def place():\n    return user_line()", "<generated>", "exec"), namespace)
+        block = nn.Linear(1, 1)
+        block.forward = namespace["place"]
+        around_calls(block, Call.__call__)
+        return block()
+
+    assert here() == f"{__file__}:{here.__code__.co_firstlineno + 6}"
+
+
+def test_reference_models_are_a_users() -> None:
+    file = language_model.__file__
+    namespace: dict[str, Any] = {"user_line": user_line}
+    exec(compile("line = user_line()", file, "exec"), namespace)
+    assert namespace["line"] == f"{file}:1"

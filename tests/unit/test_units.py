@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_3d.units import format_bytes, format_count, format_seconds
+from lightning_3d.units import counted, format_bytes, format_count, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -24,3 +24,8 @@ def test_counts(count: float, text: str) -> None:
 )
 def test_seconds(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 nodes"), (1, "1 node"), (2, "2 nodes")])
+def test_numbers_of_things(count: int, text: str) -> None:
+    assert counted(count, "node") == text

@@ -13,10 +13,10 @@ from lightning_3d.errors import PlanError
 from lightning_3d.graph.parameters import ParameterInfo, ParameterTable
 from lightning_3d.parallel.tensor.overrides import ForcedStyle, Overrides
 from lightning_3d.parallel.tensor.regions.plan import Region, RegionPlan
+from lightning_3d.parallel.tensor.trace.exchanges import Collectives
 from lightning_3d.parallel.tensor.trace.observer import Traced
-from lightning_3d.parallel.tensor.trace.traffic import Traffic
 from lightning_3d.shards.layout import Layout
-from lightning_3d.units import format_count
+from lightning_3d.units import counted, format_count
 
 Style = Literal["column", "row", "vocab", "replicate", "local"]
 Source = Literal["trace", "plan", "hint"]
@@ -67,7 +67,7 @@ class TensorPlan:
 
     size: int
     rows: tuple[ParameterStyle, ...]
-    traffic: Mapping[str, Traffic]
+    traffic: Mapping[str, Collectives]
     regions: tuple[Region, ...] = ()
     partial: frozenset[str] = frozenset()
     sequence: bool = False
@@ -90,14 +90,12 @@ class TensorPlan:
         lines += [f"  {line}" for line in _traffic_lines(self.traffic)]
         later = [row for row in self.rows if row.name in self.partial]
         if later:
-            size = format_count(sum(row.numel for row in later))
-            lines.append(
-                f"  one all-reduce for each optimizer step: gradients of {len(later)} parameters, {size} elements"
-            )
+            sizes = f"{counted(len(later), 'parameter')}, {format_count(sum(row.numel for row in later))} elements"
+            lines.append(f"  one all-reduce for each optimizer step: gradients of {sizes}")
         told = [row for row in self.rows if row.layout is not None or row.reason]
         lines += _table([*_folded(told), *_region_rows(self.regions)])
         others = len(self.rows) - len(told)
-        return "\n".join(lines + ([f"  {others} others are replicated"] if others else []))
+        return "\n".join(lines + ([f"  {counted(others, 'other')} replicated"] if others else []))
 
 
 def plan_tensor(
@@ -190,7 +188,7 @@ def _numberless(text: str) -> str:
     return _NUMBER.sub("*", text)
 
 
-def _traffic_lines(traffic: Mapping[str, Traffic]) -> Iterator[str]:
+def _traffic_lines(traffic: Mapping[str, Collectives]) -> Iterator[str]:
     counts: dict[tuple[str, str], list[str]] = {}
     for block, each in traffic.items():
         counts.setdefault((_numberless(f"{block}."), str(each)), []).append(block)

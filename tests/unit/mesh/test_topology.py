@@ -49,6 +49,15 @@ def test_small_worlds_show_every_rank() -> None:
     ]
 
 
+def test_one_node_and_one_group() -> None:
+    text = str(Topology(spec=MeshSpec(data=1, pipeline=1, tensor=2), devices_per_node=2))
+    assert text.splitlines()[:2] == [
+        "data 1 x pipeline 1 x tensor 2 = 2 ranks on 1 node of 2",
+        "tensor_parallel    size 2     1 group, inside a node",
+    ]
+    assert str(MeshSpec(data=1, pipeline=1, tensor=1)) == "data 1 x pipeline 1 x tensor 1 = 1 rank"
+
+
 def test_large_worlds_show_a_row_per_node_and_leave_out_the_middle() -> None:
     text = str(Topology(spec=MeshSpec(data=80, pipeline=16, tensor=8, data_replicate=10), devices_per_node=8))
     rows = text.splitlines()

@@ -7,9 +7,10 @@ since zeros hide mistakes; everything is computed in fp64 where the model allows
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import takewhile
 from types import MappingProxyType
 
 import torch
@@ -215,16 +216,17 @@ class _Trial:
 
     def _wrong(self, errors: Errors, bound: float) -> PlanError:
         name = errors.parameter
-        wrong = sum(not error <= bound for error in errors.gradients.values())
+        wrong = [each for each, error in errors.gradients.items() if not error <= bound]
         found = f"the loss is off by {errors.value:.1e}"
-        if name is not None and wrong:
+        if wrong:
             row = next(row for row in self._plan.rows if row.name == name)
             style = row.style if row.layout is None else f"{row.style}, {row.layout}"
             found += (
-                f" and {wrong} of {len(errors.gradients)} gradients are wrong, most of all that of {name} ({style}) by "
-                f"{errors.gradient:.1e}"
+                f" and {len(wrong)} of {len(errors.gradients)} gradients are wrong, most of all that of {name} "
+                f"({style}) by {errors.gradient:.1e}"
             )
-        glob = "<module>" if name is None else _with_stars(name.rpartition(".")[0] or name)
+        cut = _cut_beside(wrong, self._plan.layouts, errors.gradients)
+        glob = "<module>" if cut is None else _with_stars(cut.rpartition(".")[0] or cut)
         return PlanError(
             f"the tensor-parallel plan is not exact: on {self._plan.size} ranks ({self._piece}, "
             f"{self._dtype}) {found}, relative to one device.",
@@ -242,6 +244,26 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def _cut_beside(wrong: Sequence[str], cut: Collection[str], errors: Mapping[str, float]) -> str | None:
+    """The weight to keep whole: the worst that is cut, or else one that is cut next to the worst.
+
+    What is whole already cannot be at fault itself. None if no gradient is wrong.
+    """
+    if not wrong:
+        return None
+    if any(name in cut for name in wrong):
+        return max((name for name in wrong if name in cut), key=errors.__getitem__)
+    worst = max(wrong, key=errors.__getitem__)
+    return max(cut, key=lambda name: _steps_together(worst, name))
+
+
+def _steps_together(one: str, other: str) -> int:
+    """How far two names go the same way."""
+    return sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one.split("."), other.split("."), strict=False))
+    )
 
 
 def _first_line(failure: Exception) -> str:

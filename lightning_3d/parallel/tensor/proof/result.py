@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_3d.units import format_seconds
+from lightning_3d.units import counted, format_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,11 @@ class Proof:
     cached: bool = False
 
     def __str__(self) -> str:
-        worst = f", {self.parameters} gradients {self.error:.0e} (largest: {self.parameter})" if self.parameter else ""
+        worst = (
+            f", {counted(self.parameters, 'gradient')} {self.error:.0e} (largest: {self.parameter})"
+            if self.parameter
+            else ""
+        )
         when = "earlier" if self.cached else f"in {format_seconds(self.seconds)}"
         return (
             f"proved on {self.ranks} ranks ({self.piece}, {self.precision}) {when}: relative errors: loss "

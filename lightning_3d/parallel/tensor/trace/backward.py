@@ -11,7 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from lightning_3d.graph.observer import Function, Scene
-from lightning_3d.parallel.tensor.trace.traffic import Exchanges
+from lightning_3d.parallel.tensor.trace.exchanges import Exchanges
 from lightning_3d.parallel.tensor.trace.worth import is_vocabulary
 from lightning_3d.shards.partial import PartialTensor
 from lightning_3d.shards.protocol import writes_to_first

@@ -14,8 +14,8 @@ from lightning_3d.graph.parameters import ParameterTable
 from lightning_3d.parallel.tensor.doors import replicated
 from lightning_3d.parallel.tensor.regions.plan import Region
 from lightning_3d.parallel.tensor.trace.backward import Calls, backward_traffic
+from lightning_3d.parallel.tensor.trace.exchanges import Collectives, Exchanges
 from lightning_3d.parallel.tensor.trace.shard import TraceGroup
-from lightning_3d.parallel.tensor.trace.traffic import Exchanges, Traffic
 from lightning_3d.shards import nodes
 from lightning_3d.shards.partial import PartialTensor
 from lightning_3d.shards.rules.entering import entered
@@ -58,7 +58,7 @@ class Meter:
     """
 
     def __init__(self, scene: Scene, group: TraceGroup) -> None:
-        self.traffic: dict[str, Traffic] = {}
+        self.traffic: dict[str, Collectives] = {}
         self.calls = Calls(scene)
         self._scene = scene
         self._group = group
@@ -156,4 +156,4 @@ class Meter:
         found = backward_traffic(outputs, inputs, self._scene, self.calls)
         self._candidates.setdefault(block, []).extend(found.candidates)
         self._replicated |= found.replicated
-        self.traffic[block] = self.traffic.get(block, Traffic()) + Traffic.of(forward, found.exchanges)
+        self.traffic[block] = self.traffic.get(block, Collectives()) + Collectives.of(forward, found.exchanges)

@@ -23,9 +23,9 @@ from lightning_3d.parallel.tensor.regions.plan import Region
 from lightning_3d.parallel.tensor.regions.trial import CallSample
 from lightning_3d.parallel.tensor.trace.decisions import Decisions
 from lightning_3d.parallel.tensor.trace.entries import ENTRIES, Weights
+from lightning_3d.parallel.tensor.trace.exchanges import Collectives
 from lightning_3d.parallel.tensor.trace.meter import BlockNames, Meter
 from lightning_3d.parallel.tensor.trace.shard import TracedShard, TraceGroup
-from lightning_3d.parallel.tensor.trace.traffic import Traffic
 from lightning_3d.parallel.tensor.trace.worth import Uses
 from lightning_3d.shards.gathered import gathered
 from lightning_3d.shards.layout import Layout
@@ -56,7 +56,7 @@ class Traced:
     styles: Mapping[str, tuple[str, Layout]]
     rejected: Mapping[str, str]
     partial: frozenset[str]
-    traffic: Mapping[str, Traffic]
+    traffic: Mapping[str, Collectives]
     calls: Mapping[str, CallSample]
     reads: Mapping[str, str]
 

@@ -12,9 +12,9 @@ from lightning_3d.graph.observer import Function, Observer, Proceed, ProceedModu
 from lightning_3d.graph.parameters import ParameterTable
 from lightning_3d.graph.repeats import Repeatable, alike
 from lightning_3d.parallel.tensor.regions.plan import Region
+from lightning_3d.parallel.tensor.trace.exchanges import Collectives
 from lightning_3d.parallel.tensor.trace.meter import BlockNames, Meter
 from lightning_3d.parallel.tensor.trace.shard import TracedShard, TraceGroup
-from lightning_3d.parallel.tensor.trace.traffic import Traffic
 from lightning_3d.shards.gathered import gathered
 from lightning_3d.shards.group import ShardOptions
 from lightning_3d.shards.layout import Layout
@@ -74,7 +74,7 @@ class Rehearsal(Observer):
         self._in_region = False
 
     @property
-    def traffic(self) -> Mapping[str, Traffic]:
+    def traffic(self) -> Mapping[str, Collectives]:
         """Collectives of each block; "" stands for all outside of blocks."""
         return self._meter.traffic
 

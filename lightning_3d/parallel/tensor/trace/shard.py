@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_3d.errors import ModuleError
-from lightning_3d.parallel.tensor.trace.traffic import Exchanges
+from lightning_3d.parallel.tensor.trace.exchanges import Exchanges
 from lightning_3d.shards.foreign import check_no_foreign_function
 from lightning_3d.shards.gathered import gathered
 from lightning_3d.shards.group import ShardGroup, ShardOptions

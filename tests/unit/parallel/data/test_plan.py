@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_3d.graph.blocks import find_stacks
 from lightning_3d.graph.parameters import parameter_table
-from lightning_3d.parallel.data.plan import DataPlan, plan_data, shard_units, unit_parameters
+from lightning_3d.parallel.data.plan import DataPlan, ShardUnit, plan_data, shard_units, unit_parameters
 from lightning_3d.parallel.data.scalars import scalar_parameters
 from lightning_3d.parallel.data.zero import ZeroStage
 from tests.parity.catalog import build
@@ -85,7 +85,11 @@ def test_engines(options: dict[str, Any], engine: str) -> None:
 
 
 def test_plans_say_what_they_are() -> None:
+    assert str(DataPlan(engine="none", zero_stage=1)) == "one rank, nothing to shard"
     assert str(DataPlan(engine="ddp", zero_stage=0)) == "zero_stage 0 by ddp"
+    assert str(DataPlan(engine="replicate", zero_stage=0, units=(ShardUnit(modules=("0",)),))).endswith(
+        "by replicate, 1 unit and the root"
+    )
     sharded = plan_data(parameter_table(Stacked()), find_stacks(Stacked()), zero_stage=2, data_size=2, unit_blocks=2)
     assert str(sharded) == "zero_stage 2 by fully_shard, 3 units and the root"
     assert str(sharded.units[0]) == "blocks.0 + blocks.1"

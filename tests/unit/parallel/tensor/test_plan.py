@@ -10,17 +10,17 @@ from torch import Tensor
 from lightning_3d.graph.blocks import find_stacks
 from lightning_3d.graph.parameters import parameter_table
 from lightning_3d.parallel.tensor.planning import find_tensor_plan
-from lightning_3d.parallel.tensor.trace.traffic import Traffic
+from lightning_3d.parallel.tensor.trace.exchanges import Collectives
 from tests.parity.catalog import build, global_batches
 from tests.parity.models import NextToken
 from tests.unit.parallel.tensor.planned import plan, plan_of, styles
 
 Styles = Mapping[str, str]
-MEGATRON = Traffic(forward=2, backward=2)
+MEGATRON = Collectives(forward=2, backward=2)
 # The gradient of the relative positions, which all blocks share, is gathered from the heads.
-WITH_BIAS = MEGATRON + Traffic(gathers=(0, 1))
+WITH_BIAS = MEGATRON + Collectives(gathers=(0, 1))
 # Vocabulary-parallel: the embedding's sum, the loss' largest logit and its sums; the gradient of the head's input.
-LANGUAGE_MODEL = Traffic(forward=3, backward=1)
+LANGUAGE_MODEL = Collectives(forward=3, backward=1)
 
 LLAMA = {
     "self_attn.q_proj.weight": "column dim 0",
@@ -69,7 +69,7 @@ T5_LAYER = {
 }
 
 # Model, a block that is not the first of its stack, its styles, its all-reduces and those outside of all blocks.
-MODELS: list[tuple[str, str, Styles, Traffic, Traffic]] = [
+MODELS: list[tuple[str, str, Styles, Collectives, Collectives]] = [
     ("HF Llama (GQA)", "model.model.layers.1.", LLAMA, MEGATRON, LANGUAGE_MODEL),
     ("HF Qwen3", "model.model.layers.1.", LLAMA, MEGATRON, LANGUAGE_MODEL),
     ("HF GPT-2 (sdpa)", "model.transformer.h.1.", GPT2, MEGATRON, LANGUAGE_MODEL),
@@ -114,9 +114,9 @@ MODELS: list[tuple[str, str, Styles, Traffic, Traffic]] = [
             "mlp.fc2.weight": "row dim 1",
         },
         MEGATRON,
-        Traffic(forward=0, backward=0),
+        Collectives(forward=0, backward=0),
     ),
-    ("HF T5 encoder", "model.encoder.block.1.", T5_LAYER, WITH_BIAS, Traffic(forward=1, backward=0)),
+    ("HF T5 encoder", "model.encoder.block.1.", T5_LAYER, WITH_BIAS, Collectives(forward=1, backward=0)),
     (
         "HF T5",
         "model.decoder.block.1.",
@@ -125,23 +125,23 @@ MODELS: list[tuple[str, str, Styles, Traffic, Traffic]] = [
             **{f"layer.1.EncDecAttention.{name}.weight": style for name, style in T5_ATTENTION.items()},
         },
         # One more for the memory, whose gradient is summed beside that of the hidden state.
-        WITH_BIAS + Traffic(forward=1, backward=2),
-        Traffic(forward=4, backward=1),
+        WITH_BIAS + Collectives(forward=1, backward=2),
+        Collectives(forward=4, backward=1),
     ),
-    ("nn.TransformerEncoder", "model.encoder.layers.1.", ENCODER_LAYER, MEGATRON, Traffic(forward=1, backward=0)),
+    ("nn.TransformerEncoder", "model.encoder.layers.1.", ENCODER_LAYER, MEGATRON, Collectives(forward=1, backward=0)),
     (
         "nn.Transformer",
         "model.transformer.decoder.layers.1.",
         {**ENCODER_LAYER, **CROSS_ATTENTION},
-        Traffic(forward=3, backward=4),
-        Traffic(forward=4, backward=1),
+        Collectives(forward=3, backward=4),
+        Collectives(forward=4, backward=1),
     ),
     (
         "SwiGLU",
         "model.1.",
         {"gate.weight": "column dim 0", "up.weight": "column dim 0", "down.weight": "row dim 1"},
-        Traffic(forward=1, backward=1),
-        Traffic(forward=0, backward=0),
+        Collectives(forward=1, backward=1),
+        Collectives(forward=0, backward=0),
     ),
     (
         "reference Llama",
@@ -174,7 +174,7 @@ MODELS: list[tuple[str, str, Styles, Traffic, Traffic]] = [
 
 @pytest.mark.parametrize(("name", "prefix", "expected", "block", "outside"), MODELS, ids=[row[0] for row in MODELS])
 def test_models_are_cut_as_megatron_does(
-    name: str, prefix: str, expected: Styles, block: Traffic, outside: Traffic
+    name: str, prefix: str, expected: Styles, block: Collectives, outside: Collectives
 ) -> None:
     found = plan_of(name, 2)
     assert styles(found, prefix) == dict(expected)
@@ -236,7 +236,7 @@ def test_what_sequences_meet_has_partial_gradients() -> None:
     rows = {f"model.blocks.{block}.{name}.bias" for block in (0, 1) for name in ("attention.out", "mlp.2")}
     assert found.partial == {*norms, *rows, "model.places.weight"}
     assert found.layouts == plan_of("packed GPT (tied)", 2).layouts
-    assert found.traffic["model.blocks.1"] == Traffic(scatters=(2, 2), gathers=(2, 2))
+    assert found.traffic["model.blocks.1"] == Collectives(scatters=(2, 2), gathers=(2, 2))
     assert "model.blocks.* x 2: reduce-scatters 2 forward + 2 backward, all-gathers 2 forward + 2 backward" in str(
         found
     )
@@ -273,7 +273,7 @@ def test_experts_are_local_regions() -> None:
     }
     assert [region.module for region in found.regions] == [f"model.model.layers.{each}.mlp.experts" for each in (0, 1)]
     # One for attention and one for the experts; backward also the weights of the choices.
-    assert found.traffic["model.model.layers.1"] == Traffic(forward=2, backward=3)
+    assert found.traffic["model.model.layers.1"] == Collectives(forward=2, backward=3)
     assert "[hint]" in str(found)
 
 
@@ -294,7 +294,7 @@ def test_plans_are_alike_whatever_the_step() -> None:
     found = find_tensor_plan(module, predict, parameters=parameter_table(module), stacks=find_stacks(module), size=2)
     trained = plan(module, batch, 2)
     assert found.layouts == trained.layouts
-    assert found.traffic["model.model.layers.1"] == Traffic(forward=2, backward=0)
+    assert found.traffic["model.model.layers.1"] == Collectives(forward=2, backward=0)
 
 
 def test_blocks_with_styles_of_their_own() -> None:

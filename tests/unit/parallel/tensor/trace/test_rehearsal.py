@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from lightning_3d.graph.blocks import find_stacks
 from lightning_3d.graph.fake_run import fake_run
 from lightning_3d.graph.parameters import parameter_table
+from lightning_3d.parallel.tensor.trace.exchanges import Collectives
 from lightning_3d.parallel.tensor.trace.rehearsal import Rehearsal
-from lightning_3d.parallel.tensor.trace.traffic import Traffic
 from tests.parity.catalog import build, global_batches
 from tests.unit.parallel.tensor.experts import Around, Mixture
 from tests.unit.parallel.tensor.planned import Pair, plan, small_plan
@@ -97,7 +97,7 @@ def test_keys_share_the_sum_of_the_queries(attention: MultiQuery, more: set[str]
     found = small_plan(After(attention))
     assert found.partial == KEYS | {f"model.tested.{name}" for name in more}
     # The pair and the attention.
-    assert found.traffic[""] == Traffic(forward=2, backward=1)
+    assert found.traffic[""] == Collectives(forward=2, backward=1)
 
 
 def set_first(keys: Tensor, x: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class Passed(torch.autograd.Function):
 def test_keys_of_which_nobody_knows_are_summed_themselves(change: Change) -> None:
     found = small_plan(After(MultiQuery(change)))
     assert found.partial == {"model.tested.values.weight"}
-    assert found.traffic[""] == Traffic(forward=2, backward=2)
+    assert found.traffic[""] == Collectives(forward=2, backward=2)
 
 
 def test_what_is_used_elsewhere_is_summed_where_it_meets_shards() -> None:

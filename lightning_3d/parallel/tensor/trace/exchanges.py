@@ -29,7 +29,7 @@ class Exchanges:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Traffic:
+class Collectives:
     """Collectives over the tensor axis in one micro-batch.
 
     Attributes:
@@ -45,7 +45,7 @@ class Traffic:
     gathers: tuple[int, int] = (0, 0)
 
     @classmethod
-    def of(cls, forward: Exchanges, backward: Exchanges) -> Traffic:
+    def of(cls, forward: Exchanges, backward: Exchanges) -> Collectives:
         """Returns both directions together."""
         return cls(
             forward=forward.sums,
@@ -54,8 +54,8 @@ class Traffic:
             gathers=(forward.gathers, backward.gathers),
         )
 
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(
+    def __add__(self, other: Collectives) -> Collectives:
+        return Collectives(
             forward=self.forward + other.forward,
             backward=self.backward + other.backward,
             scatters=(self.scatters[0] + other.scatters[0], self.scatters[1] + other.scatters[1]),
