@@ -1,0 +1,115 @@
+"""Watching the functions of torch that a step calls at the level of its containers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+
+from lightning_3d.parallel.pipeline.record.hidden import Function
+from lightning_3d.shards.tensor import ShardTensor
+
+Watch = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
+_DEVICE: Any = Tensor.device
+_FINITE = ("isfinite", "isnan", "isinf")
+
+
+class ContainerFunctions(TorchFunctionMode):
+    """Hands every function of torch over, but for those inside of modules.
+
+    Args:
+        watch: Makes the call.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+        self._aside = 0
+
+    def __torch_function__(
+        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._aside:
+            return func(*args, **(kwargs or {}))
+        return self._watch(func, args, kwargs or {})
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Context in which nothing is watched, and functions cost nothing more."""
+        # Under a mode of the user's own it cannot be taken away.
+        on_top = _get_current_function_mode() is self
+        if on_top:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._aside += 1
+        try:
+            yield
+        finally:
+            self._aside -= 1
+            if on_top:
+                self.__enter__()  # type: ignore[no-untyped-call]
+
+
+def asks_for_finite(function: Function) -> bool | None:
+    """Returns what a function that looks for infinite values is told of a hidden tensor; None for other functions.
+
+    Code asks for them in order to fail, so a pipeline takes all values for finite until they are there.
+    """
+    name = getattr(function, "__name__", "")
+    return name == "isfinite" if name in _FINITE else None
+
+
+def is_absent(value: object) -> bool:
+    """Returns whether a value is a parameter that lives on other pipeline ranks only."""
+    return isinstance(value, nn.Parameter) and value.is_meta
+
+
+def asks_for_device(function: Function, args: tuple[Any, ...]) -> bool:
+    """Returns whether a function reads the device of a parameter that has none here."""
+    return function == _DEVICE.__get__ and is_absent(args[0])
+
+
+class ParameterNames:
+    """The first names of parameters, whatever stands for them while a step runs.
+
+    Args:
+        module: The whole module, its parameters still tied as they were.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        first = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._places = [
+            (child, key, first[id(parameter)])
+            for child in module.modules()
+            for key, parameter in child._parameters.items()
+            if parameter is not None
+        ]
+        self._names: Mapping[int, tuple[Tensor, str]] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Looks again at what stands under the names."""
+        # What is found is kept, so that its identity lasts.
+        shown = [(getattr(child, key, None), name) for child, key, name in self._places]
+        self._names = {id(value): (value, name) for value, name in shown if value is not None}
+
+    def below(self, module: nn.Module) -> frozenset[str]:
+        """Returns the names of the parameters in a module."""
+        inside = set(module.modules())
+        return frozenset(name for child, _, name in self._places if child in inside)
+
+    def __call__(self, value: object) -> str | None:
+        """Returns the first name of a parameter, and None for anything else."""
+        known = self._names.get(id(value))
+        if known is None and self._may_be_new(value):
+            self.refresh()
+            known = self._names.get(id(value))
+        return None if known is None else known[1]
+
+    def _may_be_new(self, value: object) -> bool:
+        # Parameters are gathered, and read as parts, while a step runs.
+        if isinstance(value, nn.Parameter):
+            return True
+        return isinstance(value, ShardTensor) and value.is_leaf and value.requires_grad

@@ -1,0 +1,194 @@
+"""Placeholders: what stands on a stage for the hidden values that earlier stages compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from lightning_3d.errors import ModuleError, user_line
+from lightning_3d.parallel.pipeline.record.hidden import Function
+from lightning_3d.parallel.pipeline.record.step import Origin
+
+_ACCESSES = ("__get__", "__set__", "__delete__")
+_PRINTS = frozenset({"__repr__", "__str__", "__format__"})
+_HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
+_SIZES = frozenset(
+    {"size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "get_device", "element_size"}
+    | {"is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_same_size", "is_tensor", "is_inference"}
+    | {"__len__", "is_shared", "has_names", "result_type"}
+)
+
+
+class StageExit(BaseException):
+    """Ends the user's step on a stage that has done its part.
+
+    No `Exception`, so that a step's own ``except`` does not swallow it.
+    """
+
+
+class Placeholder(Tensor):
+    """Zeros in the place of a hidden value, until the stage begins and the value is received.
+
+    Everything about it but its values is true: shape, dtype, device, ``requires_grad``. Where it meets a function of
+    torch after it was bound, the received tensor is used.
+
+    Attributes:
+        plain: The zeros.
+        origin: Who makes the value; None if nobody is known.
+        bound: What was received.
+        again: Makes the value from others, for what is no value of its own.
+    """
+
+    plain: Tensor
+    origin: Origin | None
+    bound: Tensor | None
+    again: Callable[[], Tensor | None] | None
+    _wants_gradient: bool
+
+    @classmethod
+    def of(
+        cls,
+        plain: Tensor,
+        origin: Origin | None = None,
+        *,
+        requires_grad: bool = False,
+        again: Callable[[], Tensor | None] | None = None,
+    ) -> Placeholder:
+        """Returns a placeholder that shows a plain tensor."""
+        made = Tensor._make_subclass(cls, plain)
+        made.plain, made.origin, made.bound, made.again = plain, origin, None, again
+        made._wants_gradient = requires_grad
+        return made
+
+    def value(self) -> Tensor | None:
+        """Returns the value that it stands for; None if it has not been received."""
+        if self.bound is None and self.again is not None:
+            self.bound = self.again()
+        return self.bound
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
+        """A copy stands for the same value."""
+        return self
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the value needs a gradient."""
+        return self._wants_gradient if self.bound is None else self.bound.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, wanted: bool) -> None:
+        self._wants_gradient = wanted
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Where functions arrive that no run watches: inside modules, and after the step."""
+        kwargs = kwargs or {}
+        if tells_about(func):
+            return about(func, args, kwargs)
+        args, kwargs = values_of((args, kwargs), func)
+        return func(*args, **kwargs)
+
+
+def tells_about(function: Function) -> bool:
+    """Returns whether a function tells about a tensor without its values."""
+    name = getattr(function, "__name__", "")
+    if name in _ACCESSES:
+        return getattr(getattr(function, "__self__", None), "__name__", "") not in ("T", "mT", "H", "mH", "data")
+    return name in _SIZES or name in _PRINTS or name in _HOOKS or name in ("requires_grad_", "retain_grad")
+
+
+def about(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns what a function tells about a placeholder; a bound one is what it is bound to."""
+    name = getattr(function, "__name__", "")
+    first = args[0] if args else None
+    if isinstance(first, Placeholder) and first.value() is None:
+        if name in _PRINTS:
+            return f"Placeholder({first.origin}, {list(first.plain.shape)})"
+        if name in _HOOKS:
+            return RemovableHandle({})
+        if name in ("requires_grad_", "retain_grad"):
+            return first if name == "requires_grad_" else None
+    known = replaced((args, kwargs), lambda leaf: _known(leaf) if isinstance(leaf, Placeholder) else leaf)
+    return function(*known[0], **known[1])
+
+
+def values_of(tree: Any, user: object) -> Any:
+    """Returns nested arguments with received values in the place of placeholders.
+
+    Args:
+        tree: Tuples, lists and dicts; lists and dicts are changed in place, for they may be the user's own.
+        user: The function or the name of the module that uses them, for the error.
+
+    Raises:
+        ModuleError: One was not received.
+    """
+
+    def value(leaf: Tensor) -> Tensor:
+        if not isinstance(leaf, Placeholder):
+            return leaf
+        found = leaf.value()
+        return refuse(leaf, user) if found is None else found
+
+    return replaced(tree, value)
+
+
+def refuse(placeholder: Placeholder, user: object) -> NoReturn:
+    """Refuses a use of a value that this stage does not have."""
+    name = user if isinstance(user, str) else getattr(user, "__name__", str(user))
+    made = "a value that nobody is known to have made" if placeholder.origin is None else str(placeholder.origin)
+    raise ModuleError(
+        f"{name} at {user_line()} uses {made}, which an earlier pipeline stage computes and which was not sent: when "
+        "the step was recorded it was not used there.",
+        fix="hand it on as a tensor, by the arguments and results of modules",
+    )
+
+
+def resolve(tree: Any) -> Any:
+    """Returns nested containers with received values in the place of placeholders that have got one."""
+
+    def value(leaf: Any) -> Any:
+        found = leaf.value() if isinstance(leaf, Placeholder) else None
+        return leaf if found is None else found
+
+    return pytree.tree_map(value, tree)
+
+
+def replaced(tree: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Returns nested arguments with other tensors in them.
+
+    Args:
+        tree: Tuples, lists and dicts. Lists and dicts are changed in place, tuples made again only if need be.
+        change: Returns what stands for a tensor; itself if nothing does.
+    """
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, tuple):
+        parts = [replaced(part, change) for part in tree]
+        if all(new is old for new, old in zip(parts, tree, strict=True)):
+            return tree
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    if isinstance(tree, list):
+        for index, part in enumerate(tree):
+            new = replaced(part, change)
+            if new is not part:
+                tree[index] = new
+    elif isinstance(tree, dict):
+        for key, part in list(tree.items()):
+            new = replaced(part, change)
+            if new is not part:
+                tree[key] = new
+    return tree
+
+
+def _known(placeholder: Placeholder) -> Tensor:
+    value = placeholder.value()
+    return placeholder.plain if value is None else value
