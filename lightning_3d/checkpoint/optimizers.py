@@ -229,6 +229,10 @@ def take_absent(module: nn.Module, optimizer: Optimizer) -> GroupNames:
     """
     names = names_of(module, optimizer)
     for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.is_meta:
+                # Some make state for every parameter at once.
+                optimizer.state.pop(parameter, None)
         group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
     return tuple(map(tuple, names))
 

@@ -100,9 +100,11 @@ def cut_over(module: Stack, spec: MeshSpec) -> Stack:
 
 
 def cut_parameters(module: nn.Module, mesh: DeviceMesh, cuts: Mapping[str, Layout]) -> None:
-    """Makes every parameter a DTensor on the tensor axis: this rank's part, or the whole."""
+    """Makes every parameter that is here a DTensor on the tensor axis: this rank's part, or the whole."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        if parameter.is_meta:
+            continue
         owner, _, own_name = name.rpartition(".")
         if parameter not in made:
             made[parameter] = _cut(parameter, mesh, cuts.get(name))

@@ -1,0 +1,215 @@
+"""Trained modules whose checkpoints are compared with what one process would have, on meshes of all axes."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from lightning_3d.checkpoint.layout import every_name, module_state
+from lightning_3d.checkpoint.optimizers import GroupNames, optimizer_state, take_absent
+from lightning_3d.checkpoint.restore import load_module, load_optimizers, open_checkpoint
+from lightning_3d.checkpoint.store import CheckpointState, save
+from lightning_3d.mesh.device import build_device_mesh, data_mesh
+from lightning_3d.mesh.spec import MeshSpec
+from lightning_3d.parallel.pipeline.apply import apply_pipeline
+from lightning_3d.parallel.pipeline.plan import PipelinePlan, Stage
+from lightning_3d.parallel.pipeline.presence import presence_of
+from lightning_3d.shards.layout import Layout
+from lightning_3d.shards.presence import Presence
+from tests.spmd.packed import TIED, Stack, cut_over, cut_parameters, cuts_of, expected_part, mesh_of, packed_of
+
+CPU = torch.device("cpu")
+ALONE = mesh_of(1, 1)
+# Modules of a `Stack` and the stages that call them.
+_CALLS: Mapping[str, tuple[int, ...]] = {
+    "words": (0,),
+    "odd": (0,),
+    "blocks.0": (0,),
+    "blocks.1": (1,),
+    "norm": (1,),
+    "uneven": (1,),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A module, cut over a mesh, and its optimizer.
+
+    Attributes:
+        spec: The mesh.
+        rank: This process' rank.
+        module: The module.
+        optimizer: Steps what this rank holds of it.
+        presence: What the ranks of a pipeline have.
+        taken_from: Names of all parameters of the optimizer, group by group.
+    """
+
+    spec: MeshSpec
+    rank: int
+    module: Stack
+    optimizer: torch.optim.Optimizer
+    presence: Presence | None = None
+    taken_from: GroupNames = ()
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """All ranks."""
+        return dist.group.WORLD if dist.is_initialized() else None
+
+    def state(self) -> dict[str, Any]:
+        """Returns the module's state as this rank holds it."""
+        return module_state(self.module, self.layouts)
+
+    def moments(self) -> dict[str, Any]:
+        """Returns the optimizer's state by names."""
+        return optimizer_state(
+            self.module, self.optimizer, self.layouts, presence=self.presence, taken_from=self.taken_from
+        )
+
+    def save(self, path: Path, *, distributed: bool, **more: Any) -> None:
+        """Saves a checkpoint."""
+        checkpoint = {"state_dict": self.state(), "optimizer_states": [self.moments()], **more}
+        layouts = every_name(self.module, self.layouts)
+        state = CheckpointState.of(checkpoint, layouts=layouts, presence=self.presence)
+        save(path, state, distributed=distributed, group=self.group)
+
+    def load(self, path: Path) -> None:
+        """Loads a checkpoint, strictly."""
+        group, layouts = self.group, self.layouts
+        stored = open_checkpoint(path, weights_only=None, group=group)
+        load_module(stored, self.module, strict=True, group=group, layouts=layouts, presence=self.presence)
+        load_optimizers(
+            stored, self.module, [self.optimizer], group=group, layouts=layouts, taken_from=[self.taken_from]
+        )
+
+    def train(self, steps: range) -> None:
+        """See `train`."""
+        train(self.module, self.optimizer, self.spec, self.rank, steps)
+
+    def check(self, steps: int) -> None:
+        """See `check`."""
+        absent = frozenset[str]() if self.presence is None else self.presence.absent
+        check(self.module, self.optimizer, self.spec, self.rank, steps, absent=absent)
+
+
+def build(spec: MeshSpec, rank: int, seed: int) -> Run:
+    """Builds a module, cuts it over a mesh and makes an optimizer of two groups in another order than the module's."""
+    torch.manual_seed(seed)
+    module = Stack().double()
+    module.norm.bias.requires_grad_(False)
+    presence = None
+    if spec.pipeline > 1:
+        presence = cut_in_stages(module, spec)
+    elif spec != ALONE:
+        cut_over(module, spec)
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad][::-1]
+    groups = [{"params": parameters[:4], "weight_decay": 0.3}, {"params": parameters[4:]}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    taken_from = () if presence is None else take_absent(module, optimizer)
+    return Run(
+        spec=spec,
+        rank=rank,
+        module=module,
+        optimizer=optimizer,
+        presence=presence,
+        taken_from=taken_from,
+        layouts=packed_of(spec.tensor),
+    )
+
+
+def cut_in_stages(module: Stack, spec: MeshSpec) -> Presence:
+    """Cuts a module over a mesh with a pipeline axis of two ranks."""
+    mesh = build_device_mesh(spec, "cpu")
+    group, plan = mesh["pipeline_parallel"].get_group(), plan_of(module)
+    stages = apply_pipeline(module, plan, group.rank()).stages
+    if spec.tensor > 1:
+        cut_parameters(module, mesh["tensor_parallel"], cuts_of(spec.tensor))
+    if spec.data > 1:
+        for stage in stages.values():
+            fully_shard(stage, mesh=data_mesh(mesh))
+    return presence_of(plan, group, CPU)
+
+
+def plan_of(module: nn.Module) -> PipelinePlan:
+    """Returns a plan of two stages by hand."""
+    holders = {name: (1,) for name, _ in module.named_parameters()}
+    for name in holders:
+        called = [stages for part, stages in _CALLS.items() if name.startswith(f"{part}.")]
+        holders[name] = (0, 1) if name == TIED else called[0] if called else (1,)
+    stages = tuple(Stage(index=index, rank=index, first=index, end=index + 1) for index in range(2))
+    return PipelinePlan(
+        schedule="1f1b",
+        ranks=2,
+        blocks=("blocks.0", "blocks.1"),
+        stages=stages,
+        holders=holders,
+        modules=_CALLS,
+        boundaries=((), ()),
+    )
+
+
+def train(module: nn.Module, optimizer: torch.optim.Optimizer, spec: MeshSpec, rank: int, steps: range) -> None:
+    """Steps on gradients of which every rank holds its part; they depend on the name and the step alone."""
+    for step in steps:
+        for name, parameter in module.named_parameters():
+            if not parameter.requires_grad or parameter.is_meta:
+                continue
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + step)
+            shape, layout = [*parameter.shape], cuts_of(spec.tensor).get(name)
+            if layout is not None:
+                shape[layout.dim] = layout.length
+            whole = torch.randn(shape, generator=generator, dtype=parameter.dtype)
+            if isinstance(parameter, DTensor):
+                parameter.grad = torch.empty_like(parameter)
+                parameter.grad.to_local().copy_(expected_part(whole, spec, rank, layout))
+            else:
+                parameter.grad = whole
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained(steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the state of a module and an optimizer after some steps on one process."""
+    run = build(ALONE, 0, seed=1)
+    run.train(range(steps))
+    return run.state(), run.moments()["state"]
+
+
+def equal(value: Any, whole: Tensor, spec: MeshSpec, rank: int, name: str) -> None:
+    """Compares a rank's part with the whole tensor."""
+    local = value.to_local() if isinstance(value, DTensor) else value
+    part = expected_part(whole, spec, rank, cuts_of(spec.tensor).get(name)) if isinstance(value, DTensor) else whole
+    torch.testing.assert_close(local, part, rtol=1e-12, atol=1e-12, msg=lambda text: f"{name}: {text}")
+
+
+def check(
+    module: Stack,
+    optimizer: torch.optim.Optimizer,
+    spec: MeshSpec,
+    rank: int,
+    steps: int,
+    *,
+    absent: Collection[str] = (),
+) -> None:
+    """Every rank holds its part of what one process would have, in weights and in AdamW's moments."""
+    weights, moments = trained(steps)
+    assert module.blocks[1].unequal.weight is module.blocks[0].unequal.weight
+    for name, parameter in module.named_parameters():
+        assert parameter.is_meta == (name in absent), name
+        if name in absent:
+            assert parameter not in optimizer.state
+            continue
+        equal(parameter.detach(), weights[name], spec, rank, name)
+        assert (parameter in optimizer.state) == (name in moments)
+        for key, value in optimizer.state.get(parameter, {}).items():
+            equal(value, moments[name][key], spec, rank, name)
