@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 
@@ -19,7 +19,7 @@ def _stage_costs(costs: list[float], layers: tuple[int, ...]) -> list[float]:
 def _all_cuts(count: int, stages: int) -> Iterator[tuple[int, ...]]:
     for cuts in combinations(range(1, count), stages - 1):
         ends = (0, *cuts, count)
-        yield tuple(after - before for before, after in zip(ends, ends[1:], strict=False))
+        yield tuple(after - before for before, after in pairwise(ends))
 
 
 @pytest.mark.parametrize(("layers", "stages"), VALID)
