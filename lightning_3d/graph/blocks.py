@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -59,13 +60,14 @@ def _has_both(normalisation: _NormBase) -> bool:
 
 def containers(module: nn.Module, stacks: tuple[Stack, ...]) -> tuple[str, ...]:
     """Returns the sub-modules that hold blocks, without the module itself, outermost first."""
-    parents = {name for stack in stacks for name in _parents(stack.name)}
-    return tuple(name for name, _ in module.named_modules() if name in parents)
+    holding = parents(block for stack in stacks for block in stack.blocks)
+    return tuple(name for name, _ in module.named_modules() if name in holding)
 
 
-def _parents(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+def parents(names: Iterable[str]) -> frozenset[str]:
+    """Returns the names of all modules that hold some modules, without the one that holds everything."""
+    parts = [name.split(".") for name in names]
+    return frozenset(".".join(part[:length]) for part in parts for length in range(1, len(part)))
 
 
 def _collect_stacks(module: nn.Module, name: str, found: list[Stack]) -> None:

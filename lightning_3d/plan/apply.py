@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from lightning_3d.gradients import PipelineShare
 from lightning_3d.graph.parameters import marks_kept
 from lightning_3d.initial.broadcast import broadcast_module
 from lightning_3d.initial.materialise import materialise
 from lightning_3d.initial.replay import InitTape
-from lightning_3d.mesh.device import data_axis_mesh, data_mesh, tensor_mesh
+from lightning_3d.mesh.device import data_axis_mesh, data_mesh, pipeline_mesh, tensor_mesh
 from lightning_3d.mesh.spec import TENSOR_AXIS
-from lightning_3d.parallel.data.apply import apply_data
+from lightning_3d.parallel.data.apply import apply_data, apply_stage_data
+from lightning_3d.parallel.data.engine import DataEngine
 from lightning_3d.parallel.data.scalars import move_scalars
+from lightning_3d.parallel.pipeline.apply import AppliedStages, apply_pipeline
+from lightning_3d.parallel.pipeline.engine import PipelineEngine
+from lightning_3d.parallel.pipeline.presence import presence_of
+from lightning_3d.parallel.pipeline.run.hooks import forward_hooks
+from lightning_3d.parallel.pipeline.run.runs import PipelineRuns
+from lightning_3d.parallel.pipeline.shared import SharedGradients
 from lightning_3d.parallel.tensor.apply import apply_tensor
+from lightning_3d.parallel.tensor.reading.state import TensorState
 from lightning_3d.plan.engine import MeshEngine
 from lightning_3d.plan.make import Plan
+from lightning_3d.plan.stages import StagesOnRank
+from lightning_3d.random.streams import RandomStreams
 from lightning_3d.shards.group import ProcessShardGroup, ShardOptions
+from lightning_3d.shards.presence import Presence
 from lightning_3d.shards.resting import let_rest
 
 
 def apply_plan(
-    module: nn.Module,
+    module: LightningModule,
     plan: Plan,
     mesh: DeviceMesh,
     *,
@@ -32,10 +47,14 @@ def apply_plan(
     device: torch.device,
     tape: InitTape | None = None,
     policy: MixedPrecisionPolicy | None = None,
+    streams: RandomStreams | None = None,
     exact_random: bool = False,
     partial_gradients: bool = True,
 ) -> MeshEngine:
     """Turns ``module`` in place into this rank's part of it, and returns the engine that runs its steps.
+
+    Stages are cut first, so that nothing is made of what other ranks own; then tensors, then what remains over the
+    data axis; values come last.
 
     Args:
         module: The module that the plan was made for.
@@ -45,6 +64,7 @@ def apply_plan(
         device: This rank's device.
         tape: Recorded initialisation, if the module is on the meta device.
         policy: Dtypes of gathered parameters and of reductions.
+        streams: Random streams of the module's parts.
         exact_random: Dropout on the tensor axis draws the masks of one device.
         partial_gradients: Gradients of weights that are used on parts are summed once for each optimizer step; False
             where something reads them before.
@@ -52,6 +72,13 @@ def apply_plan(
     if world.size() > 1:
         # What is real already; what is recorded needs no communication.
         broadcast_module(module, world)
+    hooks = forward_hooks(module)
+    applied = presence = None
+    absent: frozenset[str] = frozenset()
+    if plan.pipeline is not None:
+        group = pipeline_mesh(mesh).get_group()
+        presence = presence_of(plan.pipeline, group, device)
+        applied, absent = apply_pipeline(module, plan.pipeline, group.rank()), presence.absent
     tensor = None
     if plan.tensor is not None:
         axis = tensor_mesh(mesh)
@@ -63,18 +90,88 @@ def apply_plan(
             ProcessShardGroup(axis.get_group(), options),
             device=device,
             partial=plan.tensor.partial if partial_gradients else (),
+            absent=absent,
         )
-    if tape is None and plan.data.engine != "fully_shard":
-        with marks_kept(module):
-            module.to(device)
-    elif tape is None:
-        move_scalars(module, device)
-    data_axis = data_mesh(mesh) if plan.data.zero_stage else data_axis_mesh(mesh)
-    data = apply_data(module, plan.data, data_axis, policy=policy)
+    data = _apply_data(module, plan, mesh, applied, device=None if tape is not None else device, policy=policy)
     if tape is not None:
         parameters_on = torch.device("cpu") if plan.data.cpu_offload else None
-        materialise(module, tape, device=device, parameters_on=parameters_on, layouts=plan.layouts)
+        materialise(module, tape, device=device, parameters_on=parameters_on, layouts=plan.layouts, absent=absent)
     let_rest(module, plan.layouts, TENSOR_AXIS)
     if tensor is not None:
         tensor.settle()
-    return MeshEngine(data, tensor)
+    if applied is None or presence is None:
+        return MeshEngine(data, tensor)
+    runs = _runs(module, plan, presence, hooks, streams, tensor)
+    return MeshEngine(data, tensor, _stages(module, plan, mesh, applied, presence, runs))
+
+
+def _apply_data(
+    module: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    applied: AppliedStages | None,
+    *,
+    device: torch.device | None,
+    policy: MixedPrecisionPolicy | None,
+) -> DataEngine:
+    """Shards the module, or each stage of this rank, once what is real lies on the device."""
+    if device is not None and plan.data.engine != "fully_shard":
+        _move(module, device)
+    elif device is not None:
+        move_scalars(module, device)
+    axis = data_mesh(mesh) if plan.data.zero_stage else data_axis_mesh(mesh)
+    if applied is None:
+        return apply_data(module, plan.data, axis, policy=policy)
+    return apply_stage_data(applied.stages, module, plan.data, axis, policy=policy)
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    """Moves what has memory; parameters that other ranks hold have none."""
+    with marks_kept(module):
+        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+
+
+def _runs(
+    module: LightningModule,
+    plan: Plan,
+    presence: Presence,
+    hooks: Mapping[str, frozenset[int]],
+    streams: RandomStreams | None,
+    tensor: TensorState | None,
+) -> PipelineRuns:
+    assert plan.pipeline is not None
+    return PipelineRuns(
+        module,
+        plan.pipeline,
+        presence.rank,
+        presence.group,
+        hooks=hooks,
+        device=presence.device,
+        streams=streams,
+        tensor_group=None if tensor is None else tensor.group,
+    )
+
+
+def _stages(
+    module: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    applied: AppliedStages,
+    presence: Presence,
+    runs: PipelineRuns,
+) -> StagesOnRank:
+    pipeline, device = plan.pipeline, presence.device
+    assert pipeline is not None
+    engine = PipelineEngine(
+        pipeline,
+        applied.stages,
+        runs,
+        presence.group,
+        device,
+        # Where gradients arrive through hooks, or at leaves that are not the parameters.
+        whole_backward=plan.data.engine != "none" or plan.tensor is not None,
+        lazy_units=plan.data.engine == "fully_shard" and plan.data.zero_stage == 3,
+    )
+    gradients = SharedGradients(dict(module.named_parameters()), pipeline.shared, mesh, device=device)
+    share = PipelineShare(ranks=pipeline.ranks, holders=gradients.holders, device=device)
+    return StagesOnRank(engine=engine, runs=runs, gradients=gradients, share=share, presence=presence)

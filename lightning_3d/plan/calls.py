@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch import nn
 from torchmetrics import Metric
 
-from lightning_3d.graph.blocks import containers, outer_modules
+from lightning_3d.graph.blocks import containers, outer_modules, parents
 from lightning_3d.graph.calls import Call, Handler, around_calls, plain_calls
 from lightning_3d.parallel.tensor.doors import BlockDoor, whole
 from lightning_3d.parallel.tensor.regions.run import run_regions
@@ -18,6 +19,9 @@ from lightning_3d.plan.engine import MeshEngine
 from lightning_3d.plan.make import Plan
 from lightning_3d.plan.recompute import block_handler, recomputing
 from lightning_3d.random.streams import RandomStreams
+
+# Makes a call where parameters can be used.
+Visit = Callable[[Callable[[], Any]], Any]
 
 
 def watch_calls(
@@ -43,17 +47,24 @@ def watch_calls(
         replay: How blocks are replayed; None runs them as they are.
         activation_checkpointing: What blocks compute again in backward: "none", "selective" or "full".
     """
+    staged = () if plan.pipeline is None else plan.pipeline.blocks
     around_calls(module, engine.visit)
-    for name in containers(module, plan.stacks):
+    for name in (*containers(module, plan.stacks), *parents(staged)):
         around_calls(module.get_submodule(name), engine.visit)
-    blocks = [block for stack in plan.stacks for block in stack.blocks]
+    blocks = list(dict.fromkeys([*staged, *(block for stack in plan.stacks for block in stack.blocks)]))
     doors = _tensor_doors(module, plan, engine, blocks, replay)
     through = recomputing(activation_checkpointing)
-    inner = {name: block_handler(doors.get(name), through) for name in blocks}
-    for name in (*blocks, *outer_modules(module, plan.stacks)):
-        handler = inner.get(name)
-        visit = engine.visit if handler is None else _through(engine, handler)
-        around_calls(module.get_submodule(name), visit if streams is None else _drawing(visit, streams, name))
+    parts = dict.fromkeys([*blocks, *plan.drawing, *outer_modules(module, plan.stacks)])
+    for name in parts:
+        owned = plan.pipeline is not None and name in plan.pipeline.modules
+        visit: Visit = engine.visit_part if owned else engine.visit
+        door = block_handler(doors.get(name), through) if name in blocks else None
+        handler: Handler = visit if door is None else _through(visit, door)
+        if streams is not None and name in plan.drawing:
+            handler = _drawing(handler, streams, name)
+        if owned:
+            handler = _staged(engine, name, handler)
+        around_calls(module.get_submodule(name), handler)
     if plan.tensor is not None:
         for child in module.modules():
             if isinstance(child, Metric):
@@ -83,8 +94,17 @@ def unwatch_calls(module: nn.Module) -> None:
         plain_calls(child)
 
 
-def _through(engine: MeshEngine, door: Handler) -> Handler:
-    return lambda call: engine.visit(partial(door, call))
+def _through(visit: Visit, door: Handler) -> Handler:
+    return lambda call: visit(partial(door, call))
+
+
+def _staged(engine: MeshEngine, name: str, inner: Handler) -> Handler:
+    """The door of a part that only some stages call: whoever runs the step decides whether it is called here."""
+    assert engine.stages is not None
+    door = engine.stages.runs.around(name)
+    return lambda call: door(
+        Call(lambda *args, **kwargs: inner(Call(call.function, args, kwargs)), call.args, call.kwargs)
+    )
 
 
 def _drawing(visit: Handler, streams: RandomStreams, name: str) -> Handler:

@@ -9,10 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_3d.gradients import PipelineShare
 from lightning_3d.parallel.data.engine import DataEngine
 from lightning_3d.parallel.tensor.reading.state import TensorState
 from lightning_3d.parallel.tensor.replay.block import BlockReport
 from lightning_3d.parallel.tensor.replay.blocks import Replays
+from lightning_3d.plan.stages import StagesOnRank
 
 
 class MeshEngine:
@@ -20,17 +22,21 @@ class MeshEngine:
 
     Attributes:
         tensor: The tensor axis, or None where its degree is 1.
+        stages: The pipeline axis, or None where its degree is 1.
         replays: The blocks that are recorded and replayed, while a Trainer runs the module.
 
     Args:
         data: The data axis.
         tensor: The tensor axis.
+        stages: The pipeline axis.
     """
 
-    def __init__(self, data: DataEngine, tensor: TensorState | None = None) -> None:
+    def __init__(self, data: DataEngine, tensor: TensorState | None = None, stages: StagesOnRank | None = None) -> None:
         self.tensor = tensor
+        self.stages = stages
         self.replays: Replays | None = None
         self._data = data
+        self._arrived = False
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
         """Returns ``step(*args)``, a method of the module that calls it or its parts, with gradients to come."""
@@ -40,7 +46,14 @@ class MeshEngine:
         return self._data.run(lambda *given: tensor.visit(partial(step, *given)), *args)
 
     def visit(self, call: Callable[[], Any]) -> Any:
-        """Returns ``call()``, a use of the module that is no training step; nothing stays gathered behind it."""
+        """Returns ``call()``, a use of the module that is no training step; nothing stays gathered behind it.
+
+        On a pipeline axis all ranks of it come here, and each part is computed by the rank that owns it.
+        """
+        return self.visit_part(call if self.stages is None else partial(self.stages.runs.shared, call))
+
+    def visit_part(self, call: Callable[[], Any]) -> Any:
+        """Returns ``call()``, a call of a part that this rank holds."""
         if self.tensor is None:
             return self._data.visit(call)
         return self._data.visit(partial(self.tensor.visit, call))
@@ -49,14 +62,28 @@ class MeshEngine:
         """Context of a backward: what is recomputed there reads parameters as a step does."""
         return nullcontext() if self.tensor is None else self.tensor.activity
 
-    def before_microbatch(self, *, last: bool) -> None:
-        """Called before the forward of a micro-batch; ``last`` before the optimizer step, so gradients must meet."""
-        self._data.before_microbatch(last=last)
+    def before_microbatch(self, *, last: bool, backwards: int = 1) -> None:
+        """Called before the forward of a micro-batch, or before a schedule of several of them.
+
+        Args:
+            last: The optimizer step comes next, so gradients must meet.
+            backwards: Micro-batches with a backward until the next call.
+        """
+        self._arrived = False
+        self._data.before_microbatch(last=last, backwards=backwards)
 
     def gradients_arrived(self) -> None:
         """Called after the last backward before an optimizer step, before hooks see the gradients."""
         if self.tensor is not None:
             self.tensor.complete_partial_gradients()
+        if self.stages is not None and not self._arrived:
+            self._arrived = True
+            self.stages.gradients.sum()
+
+    @property
+    def share(self) -> PipelineShare | None:
+        """What this rank knows of the gradients of the whole mesh; None where all pipeline ranks are one."""
+        return None if self.stages is None else self.stages.share
 
     def gradients_complete(self) -> None:
         """Called when the gradients of an optimizer step have met, before anything reads them."""

@@ -14,6 +14,9 @@ from lightning_3d.graph.blocks import Stack, find_stacks, modules_with_statistic
 from lightning_3d.graph.parameters import ParameterTable, parameter_table
 from lightning_3d.mesh.spec import MeshSpec
 from lightning_3d.parallel.data.plan import DataPlan, plan_data
+from lightning_3d.parallel.pipeline.plan import PipelinePlan
+from lightning_3d.parallel.pipeline.planning import find_pipeline_plan
+from lightning_3d.parallel.pipeline.stacks import drawing_modules
 from lightning_3d.parallel.tensor.plan import TensorPlan
 from lightning_3d.parallel.tensor.planning import find_tensor_plan
 from lightning_3d.shards.layout import Layout
@@ -30,14 +33,18 @@ class Plan:
         mesh: Degrees of the axes.
         parameters: The module's parameters under all their names.
         stacks: Its stacks of blocks.
+        drawing: Modules with random streams of their own, the same ones on every mesh.
         data: The data axis.
+        pipeline: The pipeline axis; None where its degree is 1.
         tensor: The tensor axis; None where its degree is 1.
     """
 
     mesh: MeshSpec
     parameters: ParameterTable
     stacks: tuple[Stack, ...]
+    drawing: tuple[str, ...]
     data: DataPlan
+    pipeline: PipelinePlan | None = None
     tensor: TensorPlan | None = None
 
     @property
@@ -48,8 +55,8 @@ class Plan:
     def __str__(self) -> str:
         stacks = ", ".join(str(stack) for stack in self.stacks) or "none found"
         rows = {"mesh": self.mesh, "model": self.parameters, "stacks": stacks, "data axis": self.data}
-        text = "\n".join(f"{title:<10} {row}" for title, row in rows.items())
-        return text if self.tensor is None else f"{text}\n{self.tensor}"
+        lines = [f"{title:<10} {row}" for title, row in rows.items()]
+        return "\n".join([*lines, *(str(plan) for plan in (self.pipeline, self.tensor) if plan is not None)])
 
 
 def make_plan(
@@ -82,9 +89,15 @@ def make_plan(
         cpu_offload=config.cpu_offload,
         needs_units=casts or backward_inside,
         tensor_size=mesh.tensor,
+        pipeline_size=mesh.pipeline,
         full_precision=modules_with_statistics(module) if casts else (),
     )
-    tensor = None
+    pipeline = tensor = None
+    if mesh.pipeline > 1:
+        assert step is not None, "the pipeline axis is planned by what a step computes"
+        pipeline = find_pipeline_plan(
+            module, step, parameters=parameters, stacks=stacks, ranks=mesh.pipeline, config=config
+        )
     if mesh.tensor > 1:
         assert step is not None, "the tensor axis is planned by what a step computes"
         tensor = find_tensor_plan(
@@ -97,4 +110,12 @@ def make_plan(
             sequence=config.sequence_parallel,
             pad_vocabulary=config.pad_vocabulary,
         )
-    return Plan(mesh=mesh, parameters=parameters, stacks=stacks, data=data, tensor=tensor)
+    return Plan(
+        mesh=mesh,
+        parameters=parameters,
+        stacks=stacks,
+        drawing=drawing_modules(module, stacks, config.pipeline_stack),
+        data=data,
+        pipeline=pipeline,
+        tensor=tensor,
+    )

@@ -1,9 +1,9 @@
 """Activation checkpointing: what a block keeps for backward, and what it computes again there.
 
 "full" keeps the inputs of each block (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"). "selective"
-keeps the products with weights and computes the rest again, the core of attention above all: it takes much memory and
-little computation (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 5).
-Key-value caches, which nobody reads in training, are not filled: they would keep what is to be computed again.
+keeps the products with weights and computes the rest again, the core of attention above all, which takes much memory
+and little computation (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models",
+section 5). Key-value caches, which nobody reads in training, are not filled: they would keep what is computed again.
 """
 
 from __future__ import annotations
@@ -75,8 +75,10 @@ def _checkpointed(
 ) -> Any:
     if not torch.is_grad_enabled():
         return run(args, kwargs)
-    options = {} if contexts is None else {"context_fn": contexts}
-    return checkpoint(partial(_with_spare_caches, run), args, kwargs, use_reentrant=False, **options)
+    spare = partial(_with_spare_caches, run)
+    if contexts is None:
+        return checkpoint(spare, args, kwargs, use_reentrant=False)
+    return checkpoint(spare, args, kwargs, use_reentrant=False, context_fn=contexts)
 
 
 def _with_spare_caches(run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

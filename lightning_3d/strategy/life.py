@@ -112,12 +112,21 @@ def apply_module(
         device=run.device,
         tape=tape,
         policy=precision.fsdp_policy(),
+        streams=run.streams,
         exact_random=config.tensor_random == "exact",
         # In manual optimization the step itself may clip or step between two backward passes.
         partial_gradients=module.automatic_optimization,
     )
-    share = BufferBroadcast(module, run.data_group) if spec.data > 1 else _nothing
-    return AppliedModule(module, plan, engine, share, ModuleDoors(module), every_name(module, plan.layouts), proof)
+    return AppliedModule(
+        module=module,
+        plan=plan,
+        engine=engine,
+        share_buffers=BufferBroadcast(module, run.data_group) if spec.data > 1 else _nothing,
+        doors=ModuleDoors(module),
+        layouts=every_name(module, plan.layouts),
+        proof=proof,
+        presence=None if engine.stages is None else engine.stages.presence,
+    )
 
 
 def check_recorded(module: nn.Module, tape: InitTape | None) -> None:

@@ -19,7 +19,7 @@ def scalar_parameters(module: nn.Module) -> list[nn.Parameter]:
 def move_scalars(module: nn.Module, device: torch.device) -> None:
     """Moves scalar parameters to the device; units move only what they manage."""
     for parameter in scalar_parameters(module):
-        if parameter.device != device:
+        if parameter.device != device and not parameter.is_meta:
             parameter.data = parameter.data.to(device)
 
 

@@ -44,11 +44,11 @@ class StageEngine(DataEngine):
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
         """Calls a step that goes through the roots' own forwards, as schedules do."""
-        self._inside = True
+        before, self._inside = self._inside, True
         try:
             return step(*self._computed(args))
         finally:
-            self._inside = False
+            self._inside = before
 
     def visit(self, call: Callable[[], Any]) -> Any:
         """Makes the call through the doors of all stages, and lets go what it gathered.

@@ -58,6 +58,41 @@ def tracked_modules(module: nn.Module, stacks: Sequence[Stack]) -> tuple[str, ..
     )
 
 
+def drawing_modules(
+    module: nn.Module, stacks: Sequence[Stack], wanted: str | Sequence[str] | None = None
+) -> tuple[str, ...]:
+    """Returns the modules that have random streams of their own: what a pipeline would watch, and what has no weights.
+
+    They are the same on every mesh, also where no pipeline is, so that what they draw does not depend on it.
+
+    Args:
+        module: The whole module.
+        stacks: Its lists of equal blocks.
+        wanted: Names of the lists that the user wants to be cut.
+
+    Raises:
+        PlanError: A name is not that of a list.
+    """
+    try:
+        cut = pipeline_stacks(module, stacks, wanted)
+    except PlanError:
+        if wanted is not None:
+            raise
+        cut = ()
+    blocks = (block for stack in cut for block in stack.blocks)
+    outer = (part for name in outer_modules(module, cut) for part in _listed(module.get_submodule(name), name))
+    return (*blocks, *outer)
+
+
+def _listed(module: nn.Module, name: str) -> Iterator[str]:
+    """The module, or what a list holds that cannot be called."""
+    if type(module).forward is not nn.Module.forward:
+        yield name
+        return
+    for key, child in module.named_children():
+        yield from _listed(child, f"{name}.{key}")
+
+
 def _callable_parts(module: nn.Module, name: str) -> Iterator[str]:
     if isinstance(module, Metric) or next(module.parameters(), None) is None:
         return

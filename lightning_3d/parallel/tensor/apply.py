@@ -28,6 +28,7 @@ def apply_tensor(
     *,
     device: torch.device,
     partial: Collection[str] = (),
+    absent: Collection[str] = (),
 ) -> TensorState:
     """Turns a whole module in place into this tensor rank's part of it.
 
@@ -44,12 +45,14 @@ def apply_tensor(
         device: This rank's device, where parts go.
         partial: First names of replicated parameters that are used on parts only: their gradients are summed once for
             each optimizer step instead of at each use. A name that is not right costs nothing but a division.
+        absent: First names of parameters that other pipeline ranks hold; they stay as they are.
 
     Raises:
         ModuleError: A parameter has a hook that waits for its accumulated gradient, which is never whole.
     """
     owned = _owned(module)
     assert set(layouts) <= {parameter.names[0] for parameter in owned.values()}, "layouts go by first names"
+    owned = {key: parameter for key, parameter in owned.items() if parameter.names[0] not in absent}
     places = {key: parameter.places[0] for key, parameter in owned.items()}
     aliases = {child: find_aliases(child, places) for child in module.modules()}
     slots: dict[nn.Module, dict[str, Slot]] = {}
