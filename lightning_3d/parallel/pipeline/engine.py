@@ -145,6 +145,26 @@ class PipelineEngine:
             schedule = self._schedule(build_forward_schedule, batch.boundaries, len(signatures))
             return self._run(batch, partial(schedule.step, return_outputs=False))
 
+    def unseen(self, signatures: Sequence[Hashable]) -> tuple[int, ...]:
+        """Returns the first micro-batch of each kind that has not been recorded."""
+        first = {signature: index for index, signature in reversed(list(enumerate(signatures)))}
+        return tuple(sorted(index for signature, index in first.items() if signature not in self._records))
+
+    def learn(self, step: Callable[[], Any], signature: Hashable) -> None:
+        """Records what the step does with a kind of input; all ranks of the group call it together.
+
+        What is not learnt before it is run is recorded then. Data ranks that gather parameters must record together.
+
+        Args:
+            step: Runs the user's step on a micro-batch of this kind.
+            signature: The kind.
+
+        Raises:
+            PlanError: The step does not run on the stages of the plan.
+            ModuleError: It does what stages cannot share out.
+        """
+        self._records.put(signature, self._runs.record(step))
+
     def start_timeline(self) -> None:
         """Begins to take the times of all computations; all ranks of the group call it together."""
         dist.barrier(self._group)

@@ -23,12 +23,19 @@ class RecentlyUsed(Generic[T]):
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """Returns what was made for a key, or makes it."""
         if key not in self._kept:
-            made = make()
-            while len(self._kept) >= self._limit:
-                self._kept.popitem(last=False)
-            self._kept[key] = made
+            self.put(key, make())
         self._kept.move_to_end(key)
         return self._kept[key]
+
+    def put(self, key: Hashable, made: T) -> None:
+        """Keeps what was made for a key."""
+        self._kept.pop(key, None)
+        while len(self._kept) >= self._limit:
+            self._kept.popitem(last=False)
+        self._kept[key] = made
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._kept
 
     def clear(self) -> None:
         """Forgets everything."""

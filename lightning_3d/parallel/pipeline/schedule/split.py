@@ -37,7 +37,7 @@ def why_whole(
     for node in nodes:
         # Functions written in Python would run twice; checkpoints of the reentrant kind and compiled parts are such.
         if isinstance(node, BackwardCFunction):
-            return f"{node.name().removesuffix('Backward')} is an autograd function written in Python"
+            return f"{type(node).__name__.removesuffix('Backward')} is an autograd function written in Python"
         leaf = getattr(node, "variable", None)
         if leaf is None or leaf is inputs[0]:
             continue

@@ -98,6 +98,12 @@ class Timeline:
         head = f"bubble {self.bubble:.1%}, micro-batches in flight {self._flights()}"
         return "\n".join([head, *(f"rank {rank:<2} {self._row(rank, scale)}" for rank in range(self.ranks))])
 
+    def table(self) -> str:
+        """Returns the text in which even the shortest computation shows what it is."""
+        lengths = [event.end - event.start for event in self.events if event.end > event.start]
+        columns = max((len(self._label(event.action)) for event in self.events), default=0) + 1
+        return self.text(round(self.duration / min(lengths) * columns) if lengths else 0)
+
     def save_png(self, path: str | Path, *, title: str = "") -> None:
         """Draws one bar for each rank, in which time runs to the right.
 

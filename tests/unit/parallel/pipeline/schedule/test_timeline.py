@@ -32,8 +32,8 @@ def test_a_table_has_a_column_for_each_moment() -> None:
 def test_several_stages_of_a_rank_are_told_apart() -> None:
     lines = simulate("zbvzerobubble", ranks=2, microbatches=1, stages_per_rank=2).table().splitlines()
     assert lines[1:] == [
-        "rank 0  0F0 ........3F0 3I0 3W0 ....0I0 0W0",
-        "rank 1  ....1F0 2F0 ........2I0 1I0 1W0 2W0",
+        "rank 0  0F0 ........3F0 3I0 3W0 ........0I0 0W0",
+        "rank 1  ....1F0 2F0 ........2I0 2W0 1I0 1W0 ....",
     ]
 
 
