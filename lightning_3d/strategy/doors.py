@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -14,8 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_3d.graph.calls import shadow
+from lightning_3d.strategy.optimizers import take_out_absent
 
 _TOGGLES = ("toggle_optimizer", "untoggle_optimizer")
+# Where a finetuning callback writes down its parameter groups, and makes them anew from that.
+_KEEPS_GROUPS = ("_store", "on_fit_start")
 
 
 class ModuleDoors:
@@ -46,6 +50,8 @@ class ModuleDoors:
         for callback in getattr(self._module._trainer, "callbacks", ()):
             if isinstance(callback, BaseFinetuning):
                 self._opened.append(shadow(callback, "finetune_function", MethodType(_finetune, callback)))
+                for name in _KEEPS_GROUPS:
+                    self._opened.append(shadow(callback, name, partial(_without_absent, callback, name)))
 
     def close(self) -> None:
         """The methods are the class's own again."""
@@ -79,10 +85,22 @@ def _finetune(self: BaseFinetuning, *args: Any) -> None:
         type(self).finetune_function(self, *args)
 
 
+def _without_absent(callback: BaseFinetuning, name: str, *args: Any) -> None:
+    """Has a finetuning callback do its work on all parameters; those of other ranks do not stay in the optimizers."""
+    getattr(type(callback), name)(callback, *args)
+    module = next(each for each in args if isinstance(each, LightningModule))
+    take_out_absent(module.trainer.optimizers)
+
+
 class _OfOneShape(TorchFunctionMode):
-    """Tensors of different shapes are not equal; torch fails to compare them where they are cut differently."""
+    """Tensors of different shapes are not equal, nor is one of another rank to any but itself.
+
+    Torch fails to compare them where they are cut differently, and where there are no values.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.equal and args[0].shape != args[1].shape:
-            return False
+        if func is torch.equal:
+            one, other = args
+            if one is other or one.shape != other.shape or one.is_meta or other.is_meta:
+                return one is other
         return func(*args, **(kwargs or {}))

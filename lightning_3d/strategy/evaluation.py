@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 
 from lightning_3d.precision import Mesh3DPrecision
 from lightning_3d.strategy.ends import LoaderEnds
-from lightning_3d.strategy.steps import StepRunner
+from lightning_3d.strategy.runner import BatchRunner
 
 _STAGE_OF_RUN: Mapping[str, str] = {"predict": "predict", "test": "test"}
 
@@ -26,7 +26,7 @@ class Evaluator:
     """
 
     def __init__(
-        self, module: LightningModule, steps: StepRunner, *, ends: LoaderEnds, precision: Mesh3DPrecision
+        self, module: LightningModule, steps: BatchRunner, *, ends: LoaderEnds, precision: Mesh3DPrecision
     ) -> None:
         self._module = module
         self._steps = steps

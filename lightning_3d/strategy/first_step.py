@@ -64,10 +64,17 @@ class FirstStep:
         module: The module.
         precision: Gives the step its context, and batches their dtype.
         data_rank: This rank's position on the data axis, for the seeds of loaders' workers.
+        part: Returns the part of the batch that the step is run with.
     """
 
     def __init__(
-        self, trainer: Trainer, module: LightningModule, precision: Mesh3DPrecision, *, data_rank: int
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        precision: Mesh3DPrecision,
+        *,
+        data_rank: int,
+        part: Callable[[Any], Any] | None = None,
     ) -> None:
         self._trainer = trainer
         self._module = module
@@ -78,7 +85,8 @@ class FirstStep:
         self._loop: Any = getattr(trainer, _LOOPS[self._stage])
         self.begun = BegunLoaders()
         self.method = f"{self._stage}_step"
-        self.args = self._first_arguments()
+        batch, *rest = self._first_arguments()
+        self.args = (batch if part is None else part(batch), *rest)
 
     def __call__(self) -> Any:
         """Runs the step and returns its output."""
@@ -104,7 +112,7 @@ class FirstStep:
             batch, begun = first_batch(loader)
             if batch is None:
                 raise BatchError(
-                    f"the first {self._stage} loader has no batch, and the tensor-parallel plan is made from one.",
+                    f"the first {self._stage} loader has no batch, and the plan of this mesh is made from one.",
                     fix="check the dataset and the batch size",
                 )
             if begun is not loader:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_3d.batches.micro import MicroBatches
 from lightning_3d.config.schema import StrategyConfig
 from lightning_3d.errors import ModuleError
 from lightning_3d.initial.record import InitRecorder
@@ -33,10 +34,14 @@ from lightning_3d.strategy.life import (
     check_untouched,
     optimizer_parameters,
 )
+from lightning_3d.strategy.metrics import MetricDoors
+from lightning_3d.strategy.optimizers import StandIns, check_separable
+from lightning_3d.strategy.refusals import refuse_own_training
 from lightning_3d.strategy.replicas import share_generators
 from lightning_3d.strategy.run import evaluate_without_inference_mode
+from lightning_3d.strategy.runner import BatchRunner
+from lightning_3d.strategy.runners import make_runner, relay_of
 from lightning_3d.strategy.saving import SavingStrategy
-from lightning_3d.strategy.steps import StepRunner
 
 
 class Mesh3DStrategy(SavingStrategy):
@@ -126,7 +131,8 @@ class Mesh3DStrategy(SavingStrategy):
         self._tape: InitTape | None = None
         self._applied: AppliedModule | None = None
         self._begun_loaders = BegunLoaders()
-        self._runner: StepRunner | None = None
+        self._runner: BatchRunner | None = None
+        self._metrics: MetricDoors | None = None
         self._evaluator: Evaluator | None = None
 
     def explain(self) -> str:
@@ -168,15 +174,18 @@ class Mesh3DStrategy(SavingStrategy):
             activation_checkpointing=self.config.activation_checkpointing,
         )
         applied.doors.open()
-        self._runner = StepRunner(
-            applied.module,
-            applied.engine,
+        relay = relay_of(applied, run)
+        self._metrics = MetricDoors(applied.module, run.data_group, relay)
+        if self.mesh_spec.size(MODEL_GROUP) > 1:
+            self._metrics.open()
+        self._runner = make_runner(
+            applied,
+            run,
             self._precision,
             config=self.config,
-            streams=run.streams,
-            data_group=run.data_group,
             trained=lambda: optimizer_parameters(self.optimizers),
-            share_buffers=applied.share_buffers,
+            relay=relay,
+            metrics=self._metrics,
         )
         self._precision.before_backward_hooks = self._runner.gradients_arrived
         self._precision.backward_context = applied.engine.backward
@@ -191,11 +200,15 @@ class Mesh3DStrategy(SavingStrategy):
         """Makes the connected module this rank's part of it, once in its life."""
         module = self.lightning_module
         assert module is not None
+        pipelined = self.mesh_spec.pipeline > 1
+        if pipelined and module.trainer.state.fn == TrainerFn.FITTING:
+            refuse_own_training(module)
         if self._applied is None or self._applied.module is not module:
             step = None
             if self.mesh_spec.size(MODEL_GROUP) > 1:
                 share_generators(self._on_mesh.model_group)
-                step = FirstStep(module.trainer, module, self._precision, data_rank=self.data_rank)
+                part = MicroBatches(module, self.config).first if pipelined else None
+                step = FirstStep(module.trainer, module, self._precision, data_rank=self.data_rank, part=part)
                 # Not the step itself: its batch must not live as long as the run.
                 self._begun_loaders = step.begun
             self._applied = apply_module(
@@ -223,9 +236,15 @@ class Mesh3DStrategy(SavingStrategy):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         self._reset_optimizers_and_schedulers()
-        super().setup_optimizers(trainer)
-        assert self.lightning_module is not None
-        check_optimizers(self.lightning_module, self.optimizers)
+        module = self.lightning_module
+        assert module is not None
+        stand_ins = StandIns(module, self.root_device)
+        with stand_ins.present():
+            super().setup_optimizers(trainer)
+        stand_ins.take_out(self.optimizers)
+        check_optimizers(module, self.optimizers)
+        if self.mesh_spec.pipeline > 1:
+            check_separable(self.optimizers)
 
     @override
     def model_to_device(self) -> None:
@@ -239,6 +258,8 @@ class Mesh3DStrategy(SavingStrategy):
             self._applied.engine.rest()
             unwatch_calls(self._applied.module)
             self._applied.doors.close()
+        if self._metrics is not None:
+            self._metrics.close()
         self.cluster_environment.teardown()
         self._precision.teardown()
         self.accelerator.teardown()
@@ -252,7 +273,7 @@ class Mesh3DStrategy(SavingStrategy):
     # ---- steps ----
 
     @property
-    def _steps(self) -> StepRunner:
+    def _steps(self) -> BatchRunner:
         assert self._runner is not None, "Lightning runs steps after setup"
         return self._runner
 

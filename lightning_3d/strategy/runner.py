@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -23,13 +24,11 @@ from lightning_3d.strategy.aside import GradientsAside
 _STEP_STREAM = "step"
 
 
-class BatchRunner(ABC):
-    """Runs the steps of a module.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunnerParts:
+    """What every runner works with.
 
     Attributes:
-        accumulating: Whether the optimizer steps only after a later batch.
-
-    Args:
         module: The user's module.
         engine: Runs its steps on the mesh.
         precision: Contexts and the loss scale.
@@ -40,27 +39,36 @@ class BatchRunner(ABC):
         share_buffers: Gives every data rank the running statistics of the first; called once per optimizer step.
     """
 
-    def __init__(
-        self,
-        module: LightningModule,
-        engine: MeshEngine,
-        precision: Mesh3DPrecision,
-        *,
-        config: StrategyConfig,
-        streams: RandomStreams | None,
-        data_group: dist.ProcessGroup,
-        trained: Callable[[], list[Tensor]],
-        share_buffers: Callable[[], None],
-    ) -> None:
-        self._module = module
-        self._engine = engine
-        self._precision = precision
-        self._streams = streams
-        self._group = data_group
-        self._trained = trained
-        self._share_buffers = share_buffers
-        self._batches = MicroBatches(module, config)
-        self._aside = GradientsAside(module, precision, trained)
+    module: LightningModule
+    engine: MeshEngine
+    precision: Mesh3DPrecision
+    config: StrategyConfig
+    streams: RandomStreams | None
+    data_group: dist.ProcessGroup
+    trained: Callable[[], list[Tensor]]
+    share_buffers: Callable[[], None]
+
+
+class BatchRunner(ABC):
+    """Runs the steps of a module.
+
+    Attributes:
+        accumulating: Whether the optimizer steps only after a later batch.
+
+    Args:
+        parts: What it works with.
+    """
+
+    def __init__(self, parts: RunnerParts) -> None:
+        self._module = parts.module
+        self._engine = parts.engine
+        self._precision = parts.precision
+        self._streams = parts.streams
+        self._group = parts.data_group
+        self._trained = parts.trained
+        self._share_buffers = parts.share_buffers
+        self._batches = MicroBatches(parts.module, parts.config)
+        self._aside = GradientsAside(parts.module, parts.precision, parts.trained)
         self._window = WeightedWindow()
         self.accumulating = False
 

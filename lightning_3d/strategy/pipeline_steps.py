@@ -1,0 +1,175 @@
+"""One batch through the stages of a pipeline: a schedule runs the user's step on its micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from lightning_3d.batches.weights import LOSS
+from lightning_3d.errors import BatchError, ModuleError, PlanError
+from lightning_3d.log import get_logger
+from lightning_3d.parallel.data.engine import explained
+from lightning_3d.parallel.pipeline.engine import PipelineEngine
+from lightning_3d.random.seeds import derive_seed
+from lightning_3d.strategy.collectives import DataCollectives
+from lightning_3d.strategy.metrics import MetricDoors
+from lightning_3d.strategy.outputs import are_seen
+from lightning_3d.strategy.pipelined import BatchLoss, PipelinedBatch, StepOutcome
+from lightning_3d.strategy.relay import Relay
+from lightning_3d.strategy.runner import BatchRunner, RunnerParts
+
+_log = get_logger(__name__)
+_TRAINING = "training_step"
+
+
+class PipelineRunner(BatchRunner):
+    """Runs the steps of a module whose blocks lie on several ranks.
+
+    Forward and backward of all micro-batches run inside ``training_step``, and the later ``backward`` only fires the
+    hooks. Outputs and logged values come from the last stage to all ranks.
+
+    Args:
+        parts: What every runner works with.
+        pipeline: Runs the schedule.
+        relay: Sends what the last stage has found.
+        metrics: The doors of the module's metrics.
+        collectives: Reductions over the data axis.
+        finishes_some: This rank owns the last stage and others.
+    """
+
+    def __init__(
+        self,
+        parts: RunnerParts,
+        *,
+        pipeline: PipelineEngine,
+        relay: Relay,
+        metrics: MetricDoors,
+        collectives: DataCollectives,
+        finishes_some: bool,
+    ) -> None:
+        super().__init__(parts)
+        self._pipeline = pipeline
+        self._relay = relay
+        self._metrics = metrics
+        self._collectives = collectives
+        self._finishes_some = finishes_some
+        # Steps of evaluation that no schedule can run.
+        self._together: set[str] = set()
+
+    # ---- training ----
+
+    @explained()
+    def training_step(self, *args: Any) -> Any:
+        """See `BatchRunner`."""
+        self._begin_training_step()
+        if self._opens_window:
+            self._aside.make_room()
+        with self._engine.backward(), self._metrics.alone():
+            batch = self._prepared(_TRAINING, args, self._position, self._precision.train_step_context)
+            self._engine.before_microbatch(last=not self.accumulating, backwards=batch.count)
+            loss = BatchLoss(batch, self._accumulation, self._precision.scaled)
+            results = self._pipeline.train(batch.step, loss, batch.signatures())
+        self._aside.put_aside()
+
+        def outcome() -> StepOutcome:
+            loss.check()
+            return batch.outcome(results)
+
+        told = self._relay.share(outcome, large=False)
+        for weight in told.weights:
+            self._window.add(weight)
+        self._log(told)
+        return _to_go_back_from(told.output)
+
+    @explained()
+    def backward(self, loss: Tensor, plain: Callable[[Tensor], Tensor]) -> Tensor:
+        """Brings the gradients of the step, and fires the hooks."""
+        return self._aside.bring(loss)
+
+    def after_optimizer_step(self) -> None:
+        """Nothing to do: no step is running."""
+
+    def synchronise(self, synced: bool) -> None:
+        """See `BatchRunner`."""
+        self.accumulating = not synced
+
+    # ---- evaluation ----
+
+    @explained()
+    def evaluation_step(self, stage: str, context: Callable[[], AbstractContextManager[Any]], *args: Any) -> Any:
+        """See `BatchRunner`; a step that no schedule can run is run by all ranks of the pipeline together."""
+        method = f"{stage}_step"
+        position = derive_seed(self._position, stage, *args[1:])
+        if method not in self._together:
+            with self._engine.backward(), self._metrics.alone():
+                batch = self._prepared_if_possible(method, args, position, context)
+                if batch is not None:
+                    results = self._pipeline.evaluate(batch.step, batch.signatures())
+            if batch is not None:
+                told = self._relay.share(partial(batch.outcome, results), large=are_seen(self._module, stage))
+                self._log(told)
+                return told.output
+        with context(), self._stream(position, 0, 1):
+            return self._engine.visit(partial(getattr(self._module, method), *args))
+
+    def _prepared_if_possible(
+        self, method: str, args: tuple[Any, ...], position: int, context: Callable[[], AbstractContextManager[Any]]
+    ) -> PipelinedBatch | None:
+        """The batch, if a schedule can run the step; all data ranks decide alike, once for each step."""
+        try:
+            return self._prepared(method, args, position, context)
+        except (BatchError, ModuleError, PlanError) as error:
+            self._together.add(method)
+            _log.debug("%s runs on all stages together, not in a schedule: %s", method, error)
+            return None
+
+    # ---- batches ----
+
+    def _prepared(
+        self, method: str, args: tuple[Any, ...], position: int, context: Callable[[], AbstractContextManager[Any]]
+    ) -> PipelinedBatch:
+        """Cuts a batch and has the ways of its micro-batches recorded, where one is new on any data rank.
+
+        A recording gathers parameters, and the step may do so with values: data ranks must do it together.
+        """
+        sizes = self._batches.sizes(args[0])
+        parts = self._batches.split(args[0], sizes)
+        known = partial(
+            PipelinedBatch, module=self._module, method=method, parts=parts, sizes=sizes, rest=tuple(args[1:]), kept={}
+        )
+        around = partial(self._around, context, position)
+        own = known(count=len(parts), around=partial(around, len(parts))).signatures()
+        new = self._pipeline.unseen(own)
+        count, most = self._collectives.largest([len(parts), len(new)])
+        batch = known(count=count, around=partial(around, count))
+        for index in (*new, *[0] * (most - len(new))):
+            self._pipeline.learn(partial(batch.step, index), own[index])
+        return batch
+
+    @contextmanager
+    def _around(
+        self, context: Callable[[], AbstractContextManager[Any]], position: int, count: int, index: int
+    ) -> Iterator[None]:
+        with context(), self._stream(position, index, count):
+            if not self._finishes_some:
+                yield
+                return
+            with self._metrics.counting_if_finished():
+                yield
+
+    def _log(self, told: StepOutcome) -> None:
+        for call in told.logs:
+            call.make(self._module)
+
+
+def _to_go_back_from(output: Any) -> Any:
+    """What a step returned, with a loss that has a gradient as the user's had."""
+    if isinstance(output, Tensor):
+        return output.detach().requires_grad_()
+    if isinstance(output, MutableMapping) and isinstance(output.get(LOSS), Tensor):
+        output[LOSS] = output[LOSS].detach().requires_grad_()
+    return output
