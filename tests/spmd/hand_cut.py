@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    RESHARD,
-    UNSHARD,
-    PipelineScheduleMulti,
-    PipelineScheduleSingle,
-    get_schedule_class,
-)
+from torch.distributed.pipelining.schedules import RESHARD, UNSHARD, get_schedule_class
 
 from lightning_3d.parallel.pipeline.placement import ranks_of_stages
+from lightning_3d.parallel.pipeline.stage_module import StageModule
 
 WIDTH, VOCABULARY, LENGTH, MICROBATCH = 8, 12, 3, 2
-TORCH_NAMES = {"1f1b": "1F1B", "interleaved1f1b": "Interleaved1F1B", "zbvzerobubble": "ZBVZeroBubble"}
+TIED, SCALE = "embedding.weight", "scale.weight"
+ONE_STAGE = ("gpipe", "1f1b")
 
 
 class Block(nn.Module):
@@ -30,7 +25,7 @@ class Block(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.linear(self.norm(hidden)).tanh()
+        return hidden + torch.tanh(self.linear(self.norm(hidden)))
 
 
 class Scale(nn.Module):
@@ -47,93 +42,124 @@ class Scale(nn.Module):
 class Model(nn.Module):
     """Predicts tokens, with the same weights at both ends."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.scale = Scale()
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
-        self.double()
+        self.to(dtype)
+
+    def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.embedding(ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.loss_of(hidden, targets)
+
+    def loss_of(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        logits: Tensor = self.scale(self.head(hidden))
+        return nn.functional.cross_entropy(logits.flatten(0, 1).double(), targets.flatten())
 
 
-class HandStage(nn.Module):
-    """Some neighbouring blocks, and the ends of the model where they are its first or last ones."""
+class Stage(PipelineStage):
+    """A stage whose gradients outlive a new schedule: torch drops them before the first step of each."""
 
-    def __init__(self, model: Model, blocks: Sequence[int]) -> None:
-        super().__init__()
-        self.first, self.last = 0 in blocks, len(model.blocks) - 1 in blocks
-        self.parts = nn.ModuleDict({str(index): model.blocks[index] for index in blocks})
-        if self.first or self.last:
-            # Each end registers both places of the weight that it shares with the other.
-            self.parts.update({"embedding": model.embedding, "head": model.head})
-        if self.last:
-            self.parts["scale"] = model.scale
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        if self.first:
-            hidden = self.parts["embedding"](hidden)
-        for name, part in self.parts.items():
-            hidden = part(hidden) if name.isdigit() else hidden
-        return self.parts["scale"](self.parts["head"](hidden)) if self.last else hidden
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Nothing was inferred."""
 
 
 class HandCut:
-    """The stages of one rank, and torch's schedule of them."""
+    """The stages of one rank, and torch's schedules of them.
 
-    def __init__(
-        self, schedule: str, model: Model, group: dist.ProcessGroup, *, stages: int, microbatches: int
-    ) -> None:
-        self.ranks = ranks_of_stages(schedule, group.size(), stages // group.size())
-        per_stage = len(model.blocks) // stages
-        self.stages: Mapping[int, HandStage] = {
-            index: HandStage(model, range(index * per_stage, (index + 1) * per_stage))
-            for index, rank in enumerate(self.ranks)
+    Args:
+        schedule: Name of the schedule: one stage on each rank, or two.
+        model: The whole model.
+        group: The pipeline group.
+    """
+
+    def __init__(self, schedule: str, model: Model, group: dist.ProcessGroup) -> None:
+        self.placed = ranks_of_stages(schedule, group.size(), 1 if schedule in ONE_STAGE else 2)
+        self.count = len(self.placed)
+        self.stages = {
+            index: _stage_module(model, index, self.count)
+            for index, rank in enumerate(self.placed)
             if rank == group.rank()
         }
-        self._name, self._group, self._microbatches = schedule, group, microbatches
-        self._schedule: Any = None
+        self.tied = tuple(sorted({self.placed[0], self.placed[-1]}))
+        self._schedule, self._model, self._group = schedule, model, group
+        self._batch: tuple[Tensor, Tensor] | None = None
+        for stage in self.stages.values():
+            stage.connect(self._run)
 
-    def step(self, ids: Tensor, targets: Tensor, *, scale: float, lazy: bool) -> list[Tensor]:
-        """Runs forward and backward of a batch; returns the losses on the rank of the last stage."""
-        if self._schedule is None:
-            self._schedule = self._make(scale, lazy)
-        losses: list[Tensor] = []
-        inputs = (ids,) if 0 in self.stages else ()
-        self._schedule.step(*inputs, target=targets, losses=losses, return_outputs=False)
-        return [loss.detach() for loss in losses]
+    def modules_of(self, stage: int) -> set[str]:
+        """Returns the names of the modules that a stage calls."""
+        ends = {0: {"embedding"}, self.count - 1: {"head", "scale"}}
+        return {f"blocks.{block}" for block in _blocks(stage, self.count)} | ends.get(stage, set())
 
-    def _make(self, scale: float, lazy: bool) -> PipelineScheduleSingle | PipelineScheduleMulti:
-        made = [self._torch_stage(index) for index in self.stages]
-        kind = get_schedule_class(TORCH_NAMES[self._name])
-        given: Any = made[0] if issubclass(kind, PipelineScheduleSingle) else made
-
-        def loss(logits: Tensor, target: Tensor) -> Tensor:
-            return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten()) * scale
-
-        schedule = kind(given, self._microbatches, loss_fn=loss, scale_grads=False)
-        if isinstance(schedule, PipelineScheduleMulti):
+    def step(self, batches: tuple[Tensor, Tensor], *, lazy: bool = False) -> None:
+        """Runs forward and backward of the micro-batches in the first dim of some inputs and targets."""
+        self._batch = batches
+        count = len(batches[0])
+        kind: Any = get_schedule_class(self._schedule)
+        made: Any = [self._torch_stage(index) for index in self.stages]
+        given = made[0] if self._schedule in ONE_STAGE else made
+        schedule = kind(given, count, loss_fn=lambda output, target: output, scale_grads=False)
+        if self._schedule not in ONE_STAGE:
             schedule.register_custom_function(RESHARD, _stays)
             if lazy:
                 schedule.register_custom_function(UNSHARD, _comes_later)
-        return schedule
+        schedule.step(mb=torch.arange(count), target=torch.arange(count), return_outputs=False)
 
-    def _torch_stage(self, index: int) -> PipelineStage:
-        hidden = torch.empty(MICROBATCH, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True)
-        ids = torch.zeros(MICROBATCH, LENGTH, dtype=torch.int64)
-        logits = torch.empty(MICROBATCH, LENGTH, VOCABULARY, dtype=torch.float64)
-        last = index == len(self.ranks) - 1
-        return PipelineStage(
+    def _run(self, stage: int, received: tuple[Tensor, ...], microbatch: int) -> Tensor:
+        assert self._batch is not None
+        ids, targets = (tensor[microbatch] for tensor in self._batch)
+        hidden = received[0] if received else self._model.embedding(ids)
+        for block in _blocks(stage, self.count):
+            hidden = self._model.blocks[block](hidden)
+        last = stage == self.count - 1
+        return self._model.loss_of(hidden, targets) / len(self._batch[0]) if last else hidden
+
+    def _torch_stage(self, index: int) -> Stage:
+        dtype = self._model.scale.weight.dtype
+        hidden = torch.empty(MICROBATCH, LENGTH, WIDTH, dtype=dtype, device="meta", requires_grad=True)
+        loss = torch.empty((), dtype=torch.float64, device="meta", requires_grad=True)
+        return Stage(
             self.stages[index],
             index,
-            len(self.ranks),
+            self.count,
             torch.device("cpu"),
-            input_args=hidden if index else ids,
-            output_args=logits if last else hidden,
+            input_args=(hidden,) if index else (),
+            output_args=(loss if index == self.count - 1 else hidden,),
             group=self._group,
+            # Backwards in halves are not for units.
             dw_builder=lambda: lambda: None,
         )
+
+
+def batch(seed: int, microbatches: int) -> tuple[Tensor, Tensor]:
+    """Returns the inputs and targets of some micro-batches."""
+    generator = torch.Generator().manual_seed(seed)
+    made = torch.randint(0, VOCABULARY, (2, microbatches, MICROBATCH, LENGTH), generator=generator)
+    return made[0], made[1]
+
+
+def _blocks(stage: int, stages: int) -> range:
+    each = 4 // stages
+    return range(stage * each, (stage + 1) * each)
+
+
+def _stage_module(model: Model, stage: int, stages: int) -> StageModule:
+    parts: list[nn.Module] = [model.blocks[block] for block in _blocks(stage, stages)]
+    holders = []
+    if stage == 0:
+        parts.append(model.embedding)
+        holders.append((model.head, frozenset({"weight"})))
+    if stage == stages - 1:
+        parts += [model.head, model.scale]
+        holders.append((model.embedding, frozenset({"weight"})))
+    return StageModule(stage, parts, holders)
 
 
 def _stays(action: Any, context: Any) -> None:
