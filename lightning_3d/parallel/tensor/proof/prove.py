@@ -73,9 +73,8 @@ def prove(
     """
     with quiet(module), without_optimizers(module), torch.compiler.set_stance("force_eager"):
         found = _found(module, call, plan, values, most_seconds)
-    key = None if cache is None else proof_key(module, call, plan)
-    if cache is not None and key is not None and isinstance(found, Proof):
-        cache.keep(key, found)
+    if cache is not None:
+        _keep(cache, proof_key(module, call, plan), found)
     return found
 
 
@@ -104,7 +103,16 @@ def startup_proof(
     cache = cache or ProofCache()
     key = proof_key(module, call, plan)
     known = None if key is None else cache.find(key)
-    return known or prove(module, call, plan, values=values, most_seconds=STARTUP_SECONDS, cache=cache)
+    if known is not None:
+        return known
+    found = prove(module, call, plan, values=values, most_seconds=STARTUP_SECONDS)
+    _keep(cache, key, found)
+    return found
+
+
+def _keep(cache: ProofCache, key: str | None, found: Proof | Skipped) -> None:
+    if key is not None and isinstance(found, Proof):
+        cache.keep(key, found)
 
 
 def _found(
