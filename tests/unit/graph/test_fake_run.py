@@ -60,6 +60,19 @@ def test_blocks_with_hooks_run_each() -> None:
     assert heard == ["inside", "outside"]
 
 
+def test_blocks_whose_hooks_come_in_the_step_run_each() -> None:
+    heard: list[str] = []
+
+    class Installs(Stacked):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            for block in self.blocks:
+                block.linear.register_forward_hook(lambda *args: heard.append("inside"))
+            return super().training_step(batch, batch_idx)
+
+    assert run(Installs([Block(index) for index in range(3)])).blocks_run == 3
+    assert heard == ["inside"] * 3
+
+
 class Leaves(nn.Module):
     """Leaves its input, its output and a loss in attributes of a part of it."""
 

@@ -27,7 +27,7 @@ class CountsFlops(TorchDispatchMode):
     """
 
     def __init__(self, add: Callable[[float], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._add = add
         self._formulas: Mapping[Any, Callable[..., Any]] = {**_ATTENTION_ON_CPU, **flop_registry}
 

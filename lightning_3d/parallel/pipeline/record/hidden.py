@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +22,7 @@ from lightning_3d.parallel.pipeline.record.step import (
     Structure,
 )
 from lightning_3d.shards.protocol import writes_to_first
+from lightning_3d.shards.tensor import ShardTensor
 
 Function = Callable[..., Any]
 
@@ -68,13 +69,16 @@ class Hidden:
         position: Blocks that had begun then.
         requires_grad: Whether it needed a gradient then.
         used: Position of its last use.
+        stale: Whether another tensor was written to since then, after a block, that shares its memory: on another
+            stage the two would be apart.
     """
 
     value: Tensor
     origin: Origin
     position: int
     requires_grad: bool
-    used: int = field(default=-1)
+    used: int = -1
+    stale: bool = False
 
 
 class HiddenValues:
@@ -126,11 +130,22 @@ class HiddenValues:
         origin = Origin(kind="function", maker=name, call=self._functions)
         self._functions += 1
         written = args[0] if args and writes_to_first(function) else None
+        if written is not None:
+            self._overwritten(written, position)
         # __setitem__ returns nothing.
         leaves = [written] if output is None else pytree.tree_leaves(output)
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and (leaf is written or id(leaf) not in self._now):
                 self.made(leaf, numbered(origin, index), position)
+
+    def _overwritten(self, value: Tensor, position: int) -> None:
+        """Notes which other values have changed with one."""
+        written = self.find(value)
+        if written is None:
+            return
+        for other in self._now.values():
+            if other is not written and max(other.position, written.position) < position:
+                other.stale = other.stale or _share_memory(other.value, value)
 
 
 def numbered(origin: Origin, output: int) -> Origin:
@@ -164,6 +179,12 @@ def structure(output: Any, arguments: Sequence[Any], outer: Sequence[Any] = ()) 
         )
 
     return Structure(leaves=tuple(described(*each) for each in enumerate(leaves)), spec=spec)
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    if isinstance(one, ShardTensor) or isinstance(other, ShardTensor):
+        return False
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _has_identity(leaf: Any) -> bool:

@@ -292,7 +292,7 @@ class Recorder:
             if name is not None:
                 inside.parameters.add(name)
                 self._parameters[name].add(self.position)
-            hidden = self._values.find(leaf)
+            hidden = self._find(leaf)
             if hidden is not None and max(hidden.position, hidden.used) < self.position:
                 inside.values.append(hidden)
                 hidden.used = self.position
@@ -303,15 +303,25 @@ class Recorder:
             name = self._parameter_name(leaf)
             if name is not None:
                 self._parameters[name].add(self.position)
-            hidden = self._values.find(leaf)
+            hidden = self._find(leaf)
             if hidden is not None:
                 hidden.used = max(hidden.used, position)
             elif name is None and isinstance(leaf, Tensor) and self._is_foreign_hidden(leaf) and not self.all_begun:
                 raise ModuleError(
-                    f"a hidden value comes to {_place()} from nowhere: code that torch does not show made it, such as "
-                    "an autograd Function, or it left a module as an attribute.",
+                    f"a hidden value comes to {_place()} from nowhere: code that torch does not show made it, or "
+                    "it left a module as an attribute.",
                     fix="return it from the module, or compute it inside a module",
                 )
+
+    def _find(self, value: object) -> Hidden | None:
+        hidden = self._values.find(value)
+        if hidden is not None and hidden.stale:
+            raise ModuleError(
+                f"{hidden.origin} is used in {_place()} after another view of its memory was written to, which on "
+                "another stage is a tensor of its own.",
+                fix="make a new tensor instead of writing in place",
+            )
+        return hidden
 
     def _check(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.all_begun:
