@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from lightning_3d.checkpoint.absent import AbsentTensor, form_of
 from lightning_3d.checkpoint.agreement import gather
-from lightning_3d.checkpoint.layout import empty_like, is_cut, laid_out, named_parameters, parameter_names
+from lightning_3d.checkpoint.layout import empty_like, is_cut, laid_out, named_parameters
+from lightning_3d.checkpoint.members import Members, all_members, names_of
 from lightning_3d.checkpoint.packed import NO_LAYOUTS, PackedTensor, check_free, packed_like, unpacked
 from lightning_3d.errors import CheckpointError
 from lightning_3d.shards.layout import Layout
@@ -37,7 +38,7 @@ def optimizer_state(
     layouts: Mapping[str, Layout] = NO_LAYOUTS,
     *,
     presence: Presence | None = None,
-    taken_from: GroupNames = (),
+    taken_from: Sequence[Members] = (),
 ) -> dict[str, Any]:
     """Returns the optimizer's state dict with parameter names in the place of torch's indices.
 
@@ -46,7 +47,7 @@ def optimizer_state(
         optimizer: A torch optimizer. Its state is not touched, nor made where there is none yet.
         layouts: See ``layout.module_state``; state of a packed parameter comes as PackedTensors too.
         presence: The ranks of the pipeline, which then call this together; None without one.
-        taken_from: See :func:`all_names`.
+        taken_from: See :func:`all_members`.
 
     Returns:
         ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}``, DTensors as shards, AbsentTensors
@@ -59,13 +60,12 @@ def optimizer_state(
     names = names_of(module, optimizer)
     parameters = named_parameters(module, layouts)
     state = named(optimizer.state_dict(), names)
-    # One order on every rank: torch keeps the order in which state was first made.
     own = _each_tensor(state["state"], lambda value, name: packed_like(value, parameters.get(name), name))
-    everyone = all_names(module, optimizer, taken_from)
-    groups = [{**group, "params": each} for group, each in zip(state["param_groups"], everyone, strict=True)]
+    everyone = all_members(module, optimizer, taken_from)
+    groups = [members.group(group) for members, group in zip(everyone, state["param_groups"], strict=True)]
     found = own if presence is None else _with_absent(own, presence)
     # One order on every rank: torch keeps the order in which state was first made.
-    ordered = {name: found[name] for name in _flat(everyone) if name in found} | found
+    ordered = {name: found[name] for members in everyone for name in members.names if name in found} | found
     return {**state, "state": ordered, "param_groups": groups}
 
 
@@ -165,7 +165,7 @@ def cut(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str,
 
 
 def matched(
-    state: Mapping[str, Any], module: nn.Module, optimizer: Optimizer, where: str, taken_from: GroupNames = ()
+    state: Mapping[str, Any], module: nn.Module, optimizer: Optimizer, where: str, taken_from: Sequence[Members] = ()
 ) -> dict[str, Any]:
     """Returns a state by names arranged as the optimizer's groups are, whatever order it was saved in.
 
@@ -174,7 +174,7 @@ def matched(
         module: The module.
         optimizer: The optimizer that will take it.
         where: The optimizer's name, for errors.
-        taken_from: See :func:`all_names`.
+        taken_from: See :func:`all_members`.
 
     Returns:
         The state of the parameters that the optimizer holds.
@@ -182,10 +182,11 @@ def matched(
     Raises:
         CheckpointError: The optimizer has other parameters, or groups that the saved ones do not map to.
     """
-    mine, saved = all_names(module, optimizer, taken_from), group_names(state)
+    mine: GroupNames = [members.names for members in all_members(module, optimizer, taken_from)]
+    saved = group_names(state)
     if set(_flat(mine)) != set(_flat(saved)) and [len(names) for names in mine] == [len(names) for names in saved]:
         # Parameters were renamed since; torch matches by order, and so does this.
-        state, saved = named(indexed(state), mine), mine
+        state, saved = named(indexed(state), mine), [list(names) for names in mine]
     _check_names(_flat(mine), _flat(saved), where)
     group_of = {name: number for number, names in enumerate(saved) for name in names}
     groups, held = [], names_of(module, optimizer)
@@ -197,7 +198,9 @@ def matched(
                 valid=f"{len(saved)} groups as they were saved, of {[len(names) for names in saved]} parameters",
                 fix="make the same parameter groups in configure_optimizers, or start a new run from the weights alone",
             )
-        groups.append({**state["param_groups"][sources.pop()], "params": held[number]})
+        groups.append(
+            Members.of(held[number], optimizer.param_groups[number]).group(state["param_groups"][sources.pop()])
+        )
     elsewhere = {*_flat(mine)} - {*_flat(held)}
     states = {name: value for name, value in state["state"].items() if name not in elsewhere}
     return {"state": states, "param_groups": groups}
@@ -207,47 +210,6 @@ def load_state(state: Mapping[str, Any], optimizer: Optimizer) -> None:
     """Gives a matched state by names, laid out for this rank, to the optimizer."""
     shards = _each_tensor(state["state"], lambda value, _: unpacked(value))
     optimizer.load_state_dict(indexed({**state, "state": shards}))
-
-
-def all_names(module: nn.Module, optimizer: Optimizer, taken_from: GroupNames = ()) -> list[list[str]]:
-    """Returns the names of the parameters that an optimizer steps on all ranks of a pipeline, group by group.
-
-    Args:
-        module: The module.
-        optimizer: The optimizer. A group that was added later still has the absent parameters in it.
-        taken_from: From :func:`names_of` before absent parameters were taken out; empty where none were.
-    """
-    return [*map(list, taken_from), *names_of(module, optimizer)[len(taken_from) :]]
-
-
-def take_absent(module: nn.Module, optimizer: Optimizer) -> GroupNames:
-    """Takes absent parameters out of an optimizer's groups, and returns the names of all that were in them.
-
-    Args:
-        module: The module whose parameters it steps, those of other pipeline ranks on the meta device.
-        optimizer: A new optimizer.
-    """
-    names = names_of(module, optimizer)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.is_meta:
-                # Some make state for every parameter at once.
-                optimizer.state.pop(parameter, None)
-        group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
-    return tuple(map(tuple, names))
-
-
-def names_of(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """Returns the names of the parameters that an optimizer holds, group by group."""
-    names = parameter_names(module)
-    strange = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter not in names]
-    if strange:
-        shapes = ", ".join(str(tuple(parameter.shape)) for parameter in strange[:_SHOWN])
-        raise CheckpointError(
-            f"{type(optimizer).__name__} steps {len(strange)} parameters that are not in the module, of shape {shapes}",
-            fix="give the optimizer the parameters of the LightningModule, as configure_optimizers sees them",
-        )
-    return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def _with_absent(own: Mapping[str, Any], presence: Presence) -> dict[str, Any]:

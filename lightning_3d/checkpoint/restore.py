@@ -23,7 +23,8 @@ from lightning_3d.checkpoint.files import resolve
 from lightning_3d.checkpoint.gathering import gather_whole
 from lightning_3d.checkpoint.generators import set_random_state
 from lightning_3d.checkpoint.layout import canonical, empty_like, laid_out, module_tensors, named_parameters
-from lightning_3d.checkpoint.optimizers import GroupNames, all_names, cut, destinations, load_state, matched, named
+from lightning_3d.checkpoint.members import Members, all_members
+from lightning_3d.checkpoint.optimizers import GroupNames, cut, destinations, load_state, matched, named
 from lightning_3d.checkpoint.packed import NO_LAYOUTS, unpacked
 from lightning_3d.checkpoint.store import FORMAT, META_FILE, MODULE_KEY, OPTIMIZERS_KEY, OURS, is_remote, local_path
 from lightning_3d.checkpoint.tensors import read_tensors, stored_tensors
@@ -178,7 +179,7 @@ def load_optimizers(
     *,
     group: dist.ProcessGroup | None,
     layouts: Mapping[str, Layout] = NO_LAYOUTS,
-    taken_from: Sequence[GroupNames] | None = None,
+    taken_from: Sequence[Sequence[Members]] | None = None,
 ) -> None:
     """Loads the states of all optimizers by parameter name. Every rank calls it.
 
@@ -188,7 +189,7 @@ def load_optimizers(
         optimizers: In the order of ``configure_optimizers``.
         group: The ranks that load together, None for one process.
         layouts: See ``layout.module_state``.
-        taken_from: See ``optimizers.all_names``, for each optimizer.
+        taken_from: See ``members.all_members``, for each optimizer.
 
     Raises:
         CheckpointError: Only weights were saved, or another number of optimizers, parameters or groups.
@@ -206,9 +207,9 @@ def load_optimizers(
     into: dict[str, Tensor] = {}
     with together(group, f"match the optimizers of {stored.path}", _DAMAGED):
         states = []
-        for index, (optimizer, names) in enumerate(zip(optimizers, taken_from or [()] * len(optimizers), strict=True)):
-            state = _by_name(stored, index, all_names(module, optimizer, names))
-            states.append(matched(state, module, optimizer, f"optimizer {index}", names))
+        for index, (optimizer, taken) in enumerate(zip(optimizers, taken_from or [()] * len(optimizers), strict=True)):
+            own = [members.names for members in all_members(module, optimizer, taken)]
+            states.append(matched(_by_name(stored, index, own), module, optimizer, f"optimizer {index}", taken))
         parameters = named_parameters(module, layouts)
         if stored.tensors is None:
             states = [cut(state, parameters) for state in states]

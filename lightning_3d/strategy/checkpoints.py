@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_3d.checkpoint.containers import to_plain
 from lightning_3d.checkpoint.files import remove
 from lightning_3d.checkpoint.generators import random_state
-from lightning_3d.checkpoint.optimizers import GroupNames
+from lightning_3d.checkpoint.members import Members
 from lightning_3d.checkpoint.restore import (
     StoredCheckpoint,
     load_module_state,
@@ -101,7 +101,7 @@ class CheckpointDoor:
         optimizers: Sequence[Optimizer],
         layouts: Mapping[str, Layout],
         *,
-        taken_from: Sequence[GroupNames] | None = None,
+        taken_from: Sequence[Sequence[Members]] | None = None,
     ) -> None:
         """Loads the optimizers' states of the opened checkpoint. Every rank calls it."""
         assert self._stored is not None, "Lightning restores optimizers from a checkpoint that it has loaded"

@@ -15,7 +15,8 @@ from typing_extensions import override
 from lightning_3d.checkpoint.absent import ABSENT, is_absent
 from lightning_3d.checkpoint.gathering import full_state_dict, gather_whole, with_other_state
 from lightning_3d.checkpoint.layout import as_saved, canonical, module_state
-from lightning_3d.checkpoint.optimizers import GroupNames, optimizer_state
+from lightning_3d.checkpoint.members import Members
+from lightning_3d.checkpoint.optimizers import optimizer_state
 from lightning_3d.errors import CheckpointError
 from lightning_3d.strategy.life import AppliedModule
 from lightning_3d.strategy.processes import MeshStrategy
@@ -25,7 +26,7 @@ class SavingStrategy(MeshStrategy):
     """A strategy on a mesh whose checkpoints load on any other; what trains is added by `Mesh3DStrategy`."""
 
     # What was in the groups of each optimizer before absent parameters were taken out; None where none were.
-    _taken_from: Sequence[GroupNames] | None = None
+    _taken_from: Sequence[Sequence[Members]] | None = None
 
     @abstractmethod
     def _apply(self) -> AppliedModule:
@@ -83,8 +84,8 @@ class SavingStrategy(MeshStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         applied = self._module_on_mesh
-        names = () if self._taken_from is None else self._taken_from[self.optimizers.index(plain)]
-        return optimizer_state(applied.module, plain, applied.layouts, presence=applied.presence, taken_from=names)
+        taken = () if self._taken_from is None else self._taken_from[self.optimizers.index(plain)]
+        return optimizer_state(applied.module, plain, applied.layouts, presence=applied.presence, taken_from=taken)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:

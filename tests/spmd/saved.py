@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.checkpoint.layout import every_name, module_state
-from lightning_3d.checkpoint.optimizers import GroupNames, optimizer_state, take_absent
+from lightning_3d.checkpoint.members import Members, take_absent
+from lightning_3d.checkpoint.optimizers import optimizer_state
 from lightning_3d.checkpoint.restore import load_module, load_optimizers, open_checkpoint
 from lightning_3d.checkpoint.store import CheckpointState, save
 from lightning_3d.mesh.device import build_device_mesh, data_mesh
@@ -50,7 +51,7 @@ class Run:
         module: The module.
         optimizer: Steps what this rank holds of it.
         presence: What the ranks of a pipeline have.
-        taken_from: Names of all parameters of the optimizer, group by group.
+        taken_from: All parameters of the optimizer, group by group.
     """
 
     spec: MeshSpec
@@ -58,7 +59,7 @@ class Run:
     module: Stack
     optimizer: torch.optim.Optimizer
     presence: Presence | None = None
-    taken_from: GroupNames = ()
+    taken_from: Sequence[Members] = ()
     layouts: Mapping[str, Layout] = field(default_factory=dict)
 
     @property
@@ -115,7 +116,7 @@ def build(spec: MeshSpec, rank: int, seed: int) -> Run:
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad][::-1]
     groups = [{"params": parameters[:4], "weight_decay": 0.3}, {"params": parameters[4:]}]
     optimizer = torch.optim.AdamW(groups, lr=0.1)
-    taken_from = () if presence is None else take_absent(module, optimizer)
+    taken_from: Sequence[Members] = () if presence is None else take_absent(module, optimizer)
     return Run(
         spec=spec,
         rank=rank,

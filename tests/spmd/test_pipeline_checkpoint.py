@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from lightning_3d.checkpoint.absent import ABSENT, AbsentTensor
 from lightning_3d.checkpoint.gathering import full_state_dict, gather_whole, with_other_state
-from lightning_3d.checkpoint.optimizers import take_absent
+from lightning_3d.checkpoint.members import take_absent
 from lightning_3d.checkpoint.restore import (
     load_module,
     load_module_state,
