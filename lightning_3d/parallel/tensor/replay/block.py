@@ -82,7 +82,7 @@ class BlockReport:
 class _Entry:
     """A kind of input: its guard, and its program or none if the block cannot be replayed for it."""
 
-    __slots__ = ("changes", "due", "guard", "program")
+    __slots__ = ("changes", "due", "guard", "program", "recomputed")
 
     def __init__(self, guard: Guard, program: Program | None, changes: int) -> None:
         self.guard = guard
@@ -90,6 +90,9 @@ class _Entry:
         self.changes = changes
         # Calls until the next check: the second call has one.
         self.due = 1
+        # Of a checkpoint whose forward has no gradients. All others are checked in forward only: selective
+        # checkpointing wants the same operations of both.
+        self.recomputed = _recomputing()
 
 
 class Replay:
@@ -149,12 +152,12 @@ class Replay:
                 program = entry.program
                 if program is None:
                     return self._as_it_is(call)
-                if _recomputing():
+                if entry.recomputed != _recomputing():
                     return program.run(inputs)
                 self._hits += 1
                 entry.due -= 1
                 return program.run(inputs) if entry.due else self._checked(entry, program, inputs, call)
-        return self._as_it_is(call) if _recomputing() else self._first(call)
+        return self._first(call)
 
     def flush(self) -> None:
         """Forgets everything; the next call is recorded anew."""
@@ -311,5 +314,5 @@ def _callable_parts(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Modu
 
 
 def _recomputing() -> bool:
-    """Whether a backward runs: it asks for the operations of the forward again, and for no others."""
+    """Whether a backward runs, which computes again what a forward has computed."""
     return bool(torch._C._current_graph_task_id() != -1)
