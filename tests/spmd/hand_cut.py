@@ -152,7 +152,7 @@ def _blocks(stage: int, stages: int) -> range:
 
 def _stage_module(model: Model, stage: int, stages: int) -> StageModule:
     parts: list[nn.Module] = [model.blocks[block] for block in _blocks(stage, stages)]
-    holders = []
+    holders: list[tuple[nn.Module, frozenset[str]]] = []
     if stage == 0:
         parts.append(model.embedding)
         holders.append((model.head, frozenset({"weight"})))

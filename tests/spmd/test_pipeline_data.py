@@ -223,12 +223,11 @@ def visit(rank: int, world: int, zero: int) -> tuple[Tensor, list[bool], bool]:
     hidden = torch.ones(MICROBATCH, 8, dtype=torch.float64)
 
     def use() -> Tensor:
-        with torch.no_grad():
-            result = run.engine.visit(lambda: blocks[0](blocks[1](hidden)))
-            weight = run.model.head.weight if rank % 2 == 0 else 1
-            return result if rank % 2 else result @ weight.T  # type: ignore[union-attr]
+        result: Tensor = run.engine.visit(lambda: blocks[0](blocks[1](hidden)))
+        return result if rank % 2 else result @ run.model.head.weight.T
 
-    used: Tensor = run.engine.visit(use)
+    with torch.no_grad():
+        used: Tensor = run.engine.visit(use)
     rested = [isinstance(parameter, DTensor) for name, parameter in run.own.items() if name != SCALE]
     run.engine.before_microbatch(last=True, backwards=MICROBATCHES)
     run.engine.run(run.cut.step, second)

@@ -11,7 +11,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_3d.gradients import clip_by_norm, clip_by_value, local_gradients, scale_gradients, total_norm
+from lightning_3d.gradients import (
+    PipelineShare,
+    clip_by_norm,
+    clip_by_value,
+    local_gradients,
+    scale_gradients,
+    total_norm,
+)
 
 
 def parameters() -> list[Tensor]:
@@ -100,5 +107,29 @@ def test_norm_over_parameters_of_different_meshes(norm_type: float) -> None:
             expected += 8 / holders * sum(value**norm_type for value in (1.0, 2.0, 3.0))
         expected = 3.0 if norm_type == float("inf") else (expected / 8) ** (1 / norm_type)
         assert float(total_norm(made, group=dist.group.WORLD, norm_type=norm_type)) == pytest.approx(expected)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_norm_over_stages_counts_shared_parameters_once(norm_type: float) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=12)
+    try:
+        mesh = init_device_mesh("cpu", (2, 3, 2), mesh_dim_names=("data", "pipeline", "tensor"))
+        made = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+        for parameter in made:
+            parameter.grad = torch.tensor([2.0])
+        cut = nn.Parameter(DTensor.from_local(torch.zeros(1), mesh["data"], [Shard(0)], run_check=False))
+        cut.grad = DTensor.from_local(torch.tensor([3.0]), mesh["data"], [Shard(0)], run_check=False)
+        share = PipelineShare(ranks=3, holders={made[1]: 2}, device=torch.device("cpu"))
+        norm = total_norm([*made, cut], group=dist.group.WORLD, norm_type=norm_type, share=share)
+        # The fake world adds nothing to what this rank counts: 1 of the 4 ranks that hold the first parameter, of the
+        # 8 that hold the second, and of the 2 that hold each element of the last.
+        expected = 3.0 if norm_type == float("inf") else (4 / 4 + 4 / 8 + 9 / 2) ** 0.5
+        assert float(norm) == pytest.approx(expected)
+        # A rank without gradients takes part all the same, in the same dtype.
+        nothing = total_norm([], group=dist.group.WORLD, norm_type=norm_type, share=share)
+        assert (float(nothing), nothing.dtype, norm.dtype) == (0.0, torch.float64, torch.float64)
+        assert float(clip_by_norm([nn.Parameter(torch.ones(1))], 1.0, group=dist.group.WORLD, share=share)) == 0.0
     finally:
         dist.destroy_process_group()
