@@ -212,3 +212,39 @@ def test_intermediate_results_are_freed_while_replaying() -> None:
     with PeakBytes() as memory:
         assert tape.value("weight").eq(2**20).all()
     assert memory.peak <= 4 * 128 * 128 * 4
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_absent_parameters_stay_as_they_are(sharded: bool) -> None:
+    module, tape = record(Tied)
+    absent = {"embedding.weight", "layers.1.weight", "layers.1.bias"}
+    table = module.embedding.weight
+    table.no_decay = True
+    with fake_world(2, 1):
+        if sharded:
+            fully_shard([module.layers[0], module.layers[2]], mesh=init_device_mesh("cpu", (2,)))
+        materialise(module, tape, device=CPU, absent=absent)
+        for name, parameter in module.named_parameters():
+            assert parameter.is_meta == (name in absent), name
+            if name not in absent:
+                cut = isinstance(parameter, DTensor)
+                local = parameter.to_local() if cut else parameter
+                whole = tape.value(name)
+                assert torch.equal(local, expected_part(whole, parameter) if cut else whole), name
+    assert module.head.weight is module.embedding.weight is table
+    assert table.no_decay
+    assert not any(buffer.is_meta for buffer in module.buffers())
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_absent_parameters_never_have_memory(sharded: bool) -> None:
+    module, tape = record(lambda: nn.Sequential(*(nn.Linear(128, 128) for _ in range(16))))
+    absent = {name for name, _ in module.named_parameters() if int(name.split(".")[0]) >= 2}
+    with fake_world(2, 0):
+        if sharded:
+            fully_shard([module[0], module[1]])
+        with PeakBytes() as memory:
+            materialise(module, tape, device=CPU, absent=absent)
+    held = 2 * (128 * 128 + 128) * 4 // (2 if sharded else 1)
+    assert memory.now == pytest.approx(held, abs=4096)
+    assert memory.peak <= held + 2 * 128 * 128 * 4
