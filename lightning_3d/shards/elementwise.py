@@ -11,8 +11,8 @@ import torch
 from torch._ops import OpOverload
 
 # each: every element by itself; lists: the same for the tensors of lists; draws: random numbers for every element;
-# reduces: one number of all; views: a window on the same memory.
-Kind = Literal["each", "lists", "draws", "reduces", "views", "other"]
+# reduces: one number of all; compares: whether two are equal; views: a window on the same memory.
+Kind = Literal["each", "lists", "draws", "reduces", "compares", "views", "other"]
 
 # torch calls them no pointwise operations, and they are.
 _EACH = frozenset(
@@ -31,7 +31,7 @@ _DRAWS = frozenset(
 # Those to which zeros in the end make no difference.
 _SUMS = frozenset({"sum", "norm", "linalg_vector_norm", "count_nonzero", "any", "_foreach_norm"})
 _REDUCES = _SUMS | {
-    *("mean", "max", "min", "prod", "all", "equal", "amax", "amin", "var", "std"),
+    *("mean", "max", "min", "prod", "all", "amax", "amin", "var", "std"),
     *("_foreach_max", "_foreach_powsum"),
 }
 
@@ -85,6 +85,8 @@ def operation(function: OpOverload) -> Operation:
 def _kind(function: OpOverload, name: str) -> Kind:
     if name in _DRAWS:
         return "draws"
+    if name == "equal":
+        return "compares"
     if name in _REDUCES and not _is_pointwise(function):
         return "reduces"
     if name in _FUSED or name.startswith("_foreach_"):

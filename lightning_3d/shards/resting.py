@@ -67,6 +67,8 @@ class Resting(DTensor):
                 return _lists(func, act, args, options)
             if act.kind == "draws" and isinstance(args[0], Resting):
                 return _draw(func, act, args, options)
+            if act.kind == "compares":
+                return _equal(func, *args)
         except _UnlikeError:
             pass
         return _by_torch(func, act, args, options)
@@ -305,7 +307,7 @@ def _by_torch(func: OpOverload, act: Operation, args: Sequence[Any], kwargs: Map
     """What DTensor makes of it, where it is exact."""
     tensors = [*_tensors(args), *_tensors(kwargs.values())]
     resting = [tensor for tensor in tensors if isinstance(tensor, Resting)]
-    whole = act.reduces_all(args, kwargs) and (act.name != "equal" or _alike(tensors))
+    whole = act.reduces_all(args, kwargs)
     for each in resting:
         held = each._held
         if not (held.in_order or (whole and (act.sums or not held.padded))):
@@ -322,8 +324,14 @@ def _by_torch(func: OpOverload, act: Operation, args: Sequence[Any], kwargs: Map
     return _windows(args[0], result) if act.kind == "views" else result
 
 
-def _alike(tensors: Sequence[Tensor]) -> bool:
-    return len({tensor._held for tensor in tensors if isinstance(tensor, Resting)}) == 1
+def _equal(func: OpOverload, one: Any, other: Any) -> bool:
+    """Whether two tensors are equal; where they are not held alike, as a whole."""
+    shapes = [value._held.shape if isinstance(value, Resting) else value.shape for value in (one, other)]
+    if shapes[0] != shapes[1]:
+        return False
+    if isinstance(one, Resting) and isinstance(other, Resting) and one._held == other._held:
+        return bool(func(_bare(one), _bare(other)))
+    return torch.equal(*(value.full_tensor() if isinstance(value, DTensor) else value for value in (one, other)))
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -157,6 +157,8 @@ class Rewritten(Written):
         whole[:32].mul_(0.5)
         weight.copy_(whole)
         self.log("first", whole[0, 0])
+        assert torch.equal(weight, whole)
+        assert not torch.equal(weight, self.model.blocks[1].attention.pack.weight)
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -222,7 +222,13 @@ def test_padding_stays_zero() -> None:
 def test_reductions_of_all_are_torchs(reduction: str) -> None:
     with resting(1, 2) as module:
         assert isinstance(getattr(module.get_parameter(PACKED), reduction)(), DTensor)
-        assert torch.equal(module.get_parameter(PACKED), module.get_parameter(PACKED).clone())
+
+
+def test_equal() -> None:
+    with resting(1, 2) as module:
+        packed = module.get_parameter(PACKED)
+        assert torch.equal(packed, packed.clone())
+        assert not torch.equal(packed, module.get_parameter(COLUMN))
 
 
 OPTIMIZERS: list[Callable[[list[Any]], torch.optim.Optimizer]] = [
