@@ -24,7 +24,7 @@ from lightning_3d.graph.fake_parameters import fake_parameters
 from lightning_3d.graph.observer import EndPass, Function, Observer, Proceed, ProceedModule, Scene, ValueRead
 from lightning_3d.graph.places import innermost_call
 from lightning_3d.graph.quiet import quiet
-from lightning_3d.graph.repeats import Attributes, Repeat, block_kinds, has_hooks, signature
+from lightning_3d.graph.repeats import Attributes, Repeat, block_kinds, signature
 from lightning_3d.graph.stand_ins import without_metrics, without_optimizers
 from lightning_3d.graph.values import all_finite, is_hidden, is_unforetellable, made_up, reads_values, with_positions
 
@@ -217,7 +217,8 @@ class _Calls:
         return proceed(call.args, call.kwargs)
 
     def _block(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        looks = None if has_hooks(self._blocks[name]) else signature(args, kwargs)
+        must_run = any(observer.must_run(name) for observer in self.observers)
+        looks = None if must_run else signature(args, kwargs)
         key = None if looks is None else (self._kinds[name], looks)
         first = self._repeats.get(key)
         if first is not None:

@@ -76,6 +76,10 @@ class Observer:
         """Returns what must be equal, besides all that the run compares, for one block to stand for another."""
         return None
 
+    def must_run(self, block: str) -> bool:
+        """Returns whether a call of a block has to be computed, though it may look like one before."""
+        return False
+
     def begin(self, scene: Scene) -> None:
         """Called before each pass."""
 

@@ -51,11 +51,6 @@ def block_kinds(module: nn.Module, stacks: Sequence[Stack]) -> dict[str, object]
     return kinds
 
 
-def has_hooks(block: nn.Module) -> bool:
-    """Returns whether there are hooks in a block; a step may install them when it first needs what they collect."""
-    return any(value for child in block.modules() for key, value in vars(child).items() if "_hooks" in key)
-
-
 def _counts(values: list[Any]) -> bool:
     first = values[0]
     return all(type(value) is int and value == first + index for index, value in enumerate(values))

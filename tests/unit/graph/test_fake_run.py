@@ -60,17 +60,14 @@ def test_blocks_with_hooks_run_each() -> None:
     assert heard == ["inside", "outside"]
 
 
-def test_blocks_whose_hooks_come_in_the_step_run_each() -> None:
-    heard: list[str] = []
+def test_blocks_that_an_observer_needs_run_each() -> None:
+    class Needs(Watcher):
+        def must_run(self, block: str) -> bool:
+            return block == "blocks.1"
 
-    class Installs(Stacked):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            for block in self.blocks:
-                block.linear.register_forward_hook(lambda *args: heard.append("inside"))
-            return super().training_step(batch, batch_idx)
-
-    assert run(Installs([Block(index) for index in range(3)])).blocks_run == 3
-    assert heard == ["inside"] * 3
+    watcher = Needs()
+    assert run(Stacked([Block(index) for index in range(3)]), watcher).blocks_run == 2
+    assert watcher.repeats == [("blocks.2", "blocks.0")]
 
 
 class Leaves(nn.Module):

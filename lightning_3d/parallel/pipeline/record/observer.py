@@ -94,6 +94,10 @@ class PipelineObserver(Observer):
         """Blocks, and the largest modules beside them."""
         return self._blocks.union(self._tracked)
 
+    def must_run(self, block: str) -> bool:
+        """Hooks of the user see each block; a step may install them when it first needs what they collect."""
+        return any(child._forward_hooks for child in self._module.get_submodule(block).modules())
+
     def begin(self, scene: Scene) -> None:
         """Begins a new record."""
         self._ended = False
