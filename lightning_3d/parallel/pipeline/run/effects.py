@@ -55,7 +55,8 @@ class Arguments:
         for path, (value, mark) in self._before.items():
             if isinstance(value, Tensor):
                 if not _same_values(value, mark):
-                    found.append(Effect(path, value))
+                    # Another object: the one that was there is known by its path.
+                    found.append(Effect(path, value.detach()))
             elif mark is not None and not _same_content(mark, _mark(value)):
                 found.append(Effect(path, _content(value)))
         return found

@@ -14,7 +14,6 @@ from lightning_3d.shards.tensor import ShardTensor
 
 Watch = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
 _DEVICE: Any = Tensor.device
-_FINITE = ("isfinite", "isnan", "isinf")
 
 
 class ContainerFunctions(TorchFunctionMode):
@@ -50,15 +49,6 @@ class ContainerFunctions(TorchFunctionMode):
             self._aside -= 1
             if on_top:
                 self.__enter__()  # type: ignore[no-untyped-call]
-
-
-def asks_for_finite(function: Function) -> bool | None:
-    """Returns what a function that looks for infinite values is told of a hidden tensor; None for other functions.
-
-    Code asks for them in order to fail, so a pipeline takes all values for finite until they are there.
-    """
-    name = getattr(function, "__name__", "")
-    return name == "isfinite" if name in _FINITE else None
 
 
 def is_absent(value: object) -> bool:

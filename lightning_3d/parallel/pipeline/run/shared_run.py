@@ -16,7 +16,7 @@ from lightning_3d.parallel.pipeline.record.hidden import Function
 from lightning_3d.parallel.pipeline.record.recorder import Recorder
 from lightning_3d.parallel.pipeline.run.effects import Arguments, Effect
 from lightning_3d.parallel.pipeline.run.exchange import Exchange
-from lightning_3d.parallel.pipeline.run.functions import ContainerFunctions, asks_for_device, asks_for_finite
+from lightning_3d.parallel.pipeline.run.functions import ContainerFunctions, asks_for_device
 from lightning_3d.parallel.pipeline.run.parts import unwatched, watched
 from lightning_3d.parallel.pipeline.run.placeholder import resolve, tells_about
 from lightning_3d.parallel.pipeline.run.site import Site
@@ -129,10 +129,9 @@ class SharedRun:
     def _function(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if asks_for_device(function, args):
             return self._site.device
-        recorder = self._recorder
-        if recorder is None or (asks_for_finite(function) is not None and not recorder.all_begun):
+        if self._recorder is None:
             return self._with_parameters(function, args, kwargs)
-        return recorder.function(function, args, kwargs, self._with_parameters)
+        return self._recorder.function(function, args, kwargs, self._with_parameters)
 
     def _with_parameters(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not tells_about(function):

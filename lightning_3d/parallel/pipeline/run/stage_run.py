@@ -26,7 +26,6 @@ from lightning_3d.parallel.pipeline.record.step import (
 from lightning_3d.parallel.pipeline.run.functions import (
     ContainerFunctions,
     asks_for_device,
-    asks_for_finite,
     is_absent,
 )
 from lightning_3d.parallel.pipeline.run.parts import local_part, unwatched, watched, with_part
@@ -223,9 +222,6 @@ class StageRun:
             return about(function, args, kwargs)
         if not counted(function, args, kwargs, self._is_hidden):
             return about(function, args, kwargs)
-        finite = asks_for_finite(function)
-        if finite is not None:
-            return self._is_finite(finite, function, args, kwargs)
         if self._began:
             args, kwargs = self._real(function, args, kwargs)
             output = function(*args, **kwargs)
@@ -240,12 +236,6 @@ class StageRun:
         if isinstance(value, Placeholder) or self._values.find(value) is not None:
             return True
         return self._site.names(value) is not None
-
-    def _is_finite(self, answer: bool, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._began:
-            args, kwargs = self._real(function, args, kwargs)
-            return function(*args, **kwargs)
-        return torch.full(tuple(args[0].shape), answer, device=self._site.device)
 
     def _real(
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
