@@ -25,6 +25,8 @@ def test_omegaconf_knows_the_types() -> None:
         {"micro_batch_size": 4, "num_microbatches": 2},
         {"process_group_backend": "gloo", "timeout_seconds": 0.5},
         {"uneven": "error", "rank_order": "tensor,data,pipeline"},
+        {"pipeline_parallel_size": 4, "pipeline_schedule": "dualpipev", "layers_per_stage": [3] * 8},
+        {"pipeline_parallel_size": 2, "pipeline_stack": ["encoder.layers", "decoder.layers"]},
     ],
 )
 def test_possible(values: dict[str, Any]) -> None:
@@ -49,7 +51,11 @@ def test_possible(values: dict[str, Any]) -> None:
         ({"data_parallel_size": 6, "data_replicate_size": 4}, "must divide data_parallel_size=6, so one of 1, 2, 3, 6"),
         ({"zero_stage": 0, "data_replicate_size": 2}, "needs shards, so zero_stage 1, 2 or 3"),
         ({"zero_stage": 0, "cpu_offload": True}, "needs shards, so zero_stage 1, 2 or 3"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not available in this release"),
+        ({"pipeline_schedule": "zbvzerobubble", "stages_per_rank": 1}, "stages_per_rank=1 must be 2 with pipeline_sched"),
+        ({"pipeline_schedule": "loopedbfs", "stages_per_rank": 1}, "stages_per_rank=1 must be 2 or more with pipeline"),
+        ({"stages_per_rank": 2}, "stages_per_rank=2 must be 1 with pipeline_schedule=1f1b"),
+        ({"pipeline_parallel_size": 2, "layers_per_stage": [4]}, "layers_per_stage has 1 entries, must have 2"),
+        ({"pipeline_stack": ["a", ""]}, "must be a module's name, a list of names or null"),
         ({"compile": True}, "needs tensor_parallel_size above 1"),
         ({"compile": True, "tensor_parallel_size": 2, "replay": False}, "and replay=True"),
         ({"async_save": True}, "async_save=True is not available in this release"),
