@@ -18,6 +18,7 @@ from torch import nn
 _HANDLER = "_mesh_3d_call_handler"
 _FORWARD_HANDLER = "_mesh_3d_forward_handler"
 _FORWARD = "forward"
+_NOTHING = object()
 
 
 @dataclass(slots=True)
@@ -90,11 +91,11 @@ def plain_calls(module: nn.Module) -> None:
 def shadow(owner: object, name: str, method: Callable[..., Any]) -> Callable[[], None]:
     """Has ``owner.<name>`` be ``method``, of a module or another object; returns what puts back the one before."""
     attributes = owner.__dict__
-    before = attributes.get(name)
+    before = attributes.get(name, _NOTHING)
     attributes[name] = method
 
     def put_back() -> None:
-        if before is None:
+        if before is _NOTHING:
             del attributes[name]
         else:
             attributes[name] = before

@@ -189,6 +189,7 @@ class Mesh3DStrategy(SavingStrategy):
         )
         self._precision.before_backward_hooks = self._runner.gradients_arrived
         self._precision.backward_context = applied.engine.backward
+        run.clipper.share = applied.engine.share
         self._evaluator = Evaluator(applied.module, self._runner, ends=run.ends, precision=self._precision)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)

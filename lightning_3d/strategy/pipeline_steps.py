@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from lightning_3d.batches.weights import LOSS
 from lightning_3d.errors import BatchError, ModuleError, PlanError
 from lightning_3d.log import get_logger
 from lightning_3d.parallel.data.engine import explained
@@ -21,6 +20,7 @@ from lightning_3d.strategy.outputs import are_seen
 from lightning_3d.strategy.pipelined import BatchLoss, PipelinedBatch, StepOutcome
 from lightning_3d.strategy.relay import Relay
 from lightning_3d.strategy.runner import BatchRunner, RunnerParts
+from lightning_3d.strategy.steps import to_go_back_from
 
 _log = get_logger(__name__)
 _TRAINING = "training_step"
@@ -83,7 +83,7 @@ class PipelineRunner(BatchRunner):
         for weight in told.weights:
             self._window.add(weight)
         self._log(told)
-        return _to_go_back_from(told.output)
+        return to_go_back_from(told.output)
 
     @explained()
     def backward(self, loss: Tensor, plain: Callable[[Tensor], Tensor]) -> Tensor:
@@ -164,12 +164,3 @@ class PipelineRunner(BatchRunner):
     def _log(self, told: StepOutcome) -> None:
         for call in told.logs:
             call.make(self._module)
-
-
-def _to_go_back_from(output: Any) -> Any:
-    """What a step returned, with a loss that has a gradient as the user's had."""
-    if isinstance(output, Tensor):
-        return output.detach().requires_grad_()
-    if isinstance(output, MutableMapping) and isinstance(output.get(LOSS), Tensor):
-        output[LOSS] = output[LOSS].detach().requires_grad_()
-    return output

@@ -23,7 +23,7 @@ from lightning_3d.errors import MeshError
 from lightning_3d.mesh.spec import MeshSpec
 from lightning_3d.precision import Mesh3DPrecision
 from lightning_3d.strategy.launcher import Mesh3DLauncher
-from lightning_3d.strategy.run import MeshClipper, RunOnMesh
+from lightning_3d.strategy.run import RunOnMesh
 
 # Far longer than gloo's threads need, far shorter than a person notices.
 _SECONDS_FOR_LAST_FREES = 0.1
@@ -160,7 +160,7 @@ class MeshStrategy(ParallelStrategy):
         )
         if self._run is None:
             self._run = RunOnMesh(self.mesh_spec, self.root_device, self.config)
-        self._precision.join_mesh(self.root_device.type, self._run.shared_group, MeshClipper(self._run.shared_group))
+        self._precision.join_mesh(self.root_device.type, self._run.shared_group, self._run.clipper)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._run.mesh
 

@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_3d.config.schema import StrategyConfig
-from lightning_3d.gradients import clip_by_norm, clip_by_value
+from lightning_3d.gradients import PipelineShare, clip_by_norm, clip_by_value
 from lightning_3d.mesh.device import build_device_mesh, data_axis_mesh, model_mesh, pipeline_mesh, tensor_mesh
 from lightning_3d.mesh.spec import MODEL_GROUP, MeshSpec
 from lightning_3d.random.streams import RandomStreams
@@ -46,6 +46,7 @@ class RunOnMesh:
         self.world_group: dist.ProcessGroup = world
         self.seed = _agreed_seed(self.world_group)
         self.streams = RandomStreams(self.seed, [device]) if config.layout_free_random else None
+        self.clipper = MeshClipper(self.shared_group)
         self.collectives = DataCollectives(self.data_group, self.world_group, device)
         self.ends = LoaderEnds(self.collectives, config.uneven, partial(alike, group=self.model_group))
         self.checkpoints = CheckpointDoor(
@@ -61,16 +62,20 @@ class RunOnMesh:
 class MeshClipper:
     """Clipping over all ranks of a mesh.
 
+    Attributes:
+        share: What this rank knows of the gradients of other stages; None where there are none.
+
     Args:
         group: All ranks, or None where there is only one.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.share: PipelineShare | None = None
         self._group = group
 
     def by_norm(self, parameters: Sequence[Tensor], value: float) -> Tensor:
         """Scales gradients to a norm of at most ``value`` and returns the norm before."""
-        return clip_by_norm(parameters, value, group=self._group)
+        return clip_by_norm(parameters, value, group=self._group, share=self.share)
 
     def by_value(self, parameters: Sequence[Tensor], value: float) -> None:
         """Clamps each element to [-value, value]."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_3d.batches.join import join_outputs
 from lightning_3d.batches.logs import LogCall, LogCollector
-from lightning_3d.batches.weights import loss_of, shares, weight_of
+from lightning_3d.batches.weights import LOSS, loss_of, shares, weight_of
 from lightning_3d.errors import ModuleError
 from lightning_3d.graph.calls import shadow
 from lightning_3d.parallel.data.engine import explained
@@ -119,7 +119,7 @@ class StepRunner(BatchRunner):
                 self._go_backward(output, parts[index] if weight is None else weight)
                 outputs.append(detached(output))
         self._aside.put_aside()
-        return join_outputs(outputs, sizes=sizes, shares=output_shares(sizes, weights))
+        return to_go_back_from(join_outputs(outputs, sizes=sizes, shares=output_shares(sizes, weights)))
 
     @contextmanager
     def _collecting(self, sizes: Sequence[int]) -> Iterator[Callable[[int], None]]:
@@ -170,6 +170,15 @@ def output_shares(sizes: Sequence[int], weights: Sequence[float | None]) -> list
         weights: The ``loss_weight`` of each, or None.
     """
     return shares(sizes if None in weights else [float(weight or 0) for weight in weights])
+
+
+def to_go_back_from(output: Any) -> Any:
+    """Returns what a step returned, its loss one that hooks may ask for a gradient, as they may the user's."""
+    if isinstance(output, Tensor):
+        return output.detach().requires_grad_()
+    if isinstance(output, MutableMapping) and isinstance(output.get(LOSS), Tensor):
+        output[LOSS] = output[LOSS].detach().requires_grad_()
+    return output
 
 
 def detached(output: Any) -> Any:
