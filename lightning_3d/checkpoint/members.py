@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_3d.checkpoint.agreement import gather
 from lightning_3d.checkpoint.layout import parameter_names
 from lightning_3d.errors import CheckpointError
+from lightning_3d.shards.presence import Presence
 
 # Where torch keeps the names that users give with their parameters.
 _OWN_NAMES = "param_names"
@@ -32,7 +33,7 @@ class Members:
 
     @classmethod
     def of(cls, names: Sequence[str], group: Mapping[str, Any]) -> Members:
-        """Returns the members of a group that has no parameter taken out."""
+        """Returns the members of a group, whose parameters have these names."""
         own = group.get(_OWN_NAMES)
         return cls(names=tuple(names), own_names=None if own is None else tuple(own))
 
@@ -42,39 +43,41 @@ class Members:
         return {key: value for key, value in options.items() if key != _OWN_NAMES} | own | {"params": list(self.names)}
 
 
-def all_members(module: nn.Module, optimizer: Optimizer, taken_from: Sequence[Members] = ()) -> list[Members]:
-    """Returns the parameters that an optimizer steps on all ranks of a pipeline, group by group.
+def members_of(module: nn.Module, optimizer: Optimizer) -> tuple[Members, ...]:
+    """Returns the parameters in the groups of an optimizer as they are now."""
+    groups = zip(names_of(module, optimizer), optimizer.param_groups, strict=True)
+    return tuple(Members.of(names, group) for names, group in groups)
+
+
+def all_members(
+    module: nn.Module, optimizer: Optimizer, presence: Presence | None, recorded: Sequence[Members] = ()
+) -> tuple[Members, ...]:
+    """Returns the parameters that an optimizer steps on all ranks of a pipeline, which call this together.
 
     Args:
         module: The module.
-        optimizer: The optimizer. Groups that were added since still have the absent parameters in them.
-        taken_from: From :func:`take_absent`; empty where nothing was taken out.
+        optimizer: The optimizer; absent parameters may have been taken out of its groups.
+        presence: The ranks of the pipeline, None without one.
+        recorded: From :func:`members_of` before anything was taken out. Groups that have become others since, or came
+            later, are put together from all ranks, in the order of the module.
     """
-    names = names_of(module, optimizer)[len(taken_from) :]
-    groups = optimizer.param_groups[len(taken_from) :]
-    return [*taken_from, *(Members.of(own, group) for own, group in zip(names, groups, strict=True))]
-
-
-def take_absent(module: nn.Module, optimizer: Optimizer, known: Sequence[Members] = ()) -> tuple[Members, ...]:
-    """Takes absent parameters out of an optimizer, their state too, and returns what was in its groups.
-
-    Args:
-        module: The module whose parameters it steps, those of other pipeline ranks on the meta device.
-        optimizer: The optimizer. Its lists stay the same objects.
-        known: What an earlier call returned; groups may have been added, or all replaced, since.
-    """
-    members = []
-    for number, (names, group) in enumerate(zip(names_of(module, optimizer), optimizer.param_groups, strict=True)):
-        absent = [parameter.is_meta for parameter in group["params"]]
-        before = known[number].names if number < len(known) else ()
-        left = [name for name in before if name in names]
-        members.append(known[number] if before and left == names and not any(absent) else Members.of(names, group))
-        for parameter in compress(group["params"], absent):
-            # Some optimizers make state before their first step.
-            optimizer.state.pop(parameter, None)
-        for key in {"params", _OWN_NAMES} & group.keys():
-            group[key][:] = [entry for entry, gone in zip(group[key], absent, strict=True) if not gone]
-    return tuple(members)
+    here = members_of(module, optimizer)
+    if presence is None:
+        return here
+    order = {name: (at, parameter.is_meta) for at, (parameter, name) in enumerate(parameter_names(module).items())}
+    left = [tuple(name for name in group.names if not order[name][1]) for group in recorded]
+    unchanged = [left[at : at + 1] == [group.names] for at, group in enumerate(here)]
+    reports: list[tuple[list[bool], tuple[Members, ...]]] = gather(presence.group, (unchanged, here))
+    found = []
+    for at in range(len(here)):
+        parts = [members[at] for _, members in reports]
+        if all(same[at] for same, _ in reports):
+            found.append(recorded[at])
+        elif all(part == here[at] for part in parts):
+            found.append(here[at])
+        else:
+            found.append(_joined(parts, sorted({name for part in parts for name in part.names}, key=order.__getitem__)))
+    return tuple(found)
 
 
 def names_of(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
@@ -88,3 +91,10 @@ def names_of(module: nn.Module, optimizer: Optimizer) -> list[list[str]]:
             fix="give the optimizer the parameters of the LightningModule, as configure_optimizers sees them",
         )
     return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _joined(parts: Sequence[Members], names: Sequence[str]) -> Members:
+    own: dict[str, str] = {}
+    for part in parts:
+        own |= dict(zip(part.names, part.own_names or (), strict=False))
+    return Members(names=tuple(names), own_names=tuple(own[name] for name in names) if own else None)

@@ -38,7 +38,7 @@ def optimizer_state(
     layouts: Mapping[str, Layout] = NO_LAYOUTS,
     *,
     presence: Presence | None = None,
-    taken_from: Sequence[Members] = (),
+    recorded: Sequence[Members] = (),
 ) -> dict[str, Any]:
     """Returns the optimizer's state dict with parameter names in the place of torch's indices.
 
@@ -47,7 +47,7 @@ def optimizer_state(
         optimizer: A torch optimizer. Its state is not touched, nor made where there is none yet.
         layouts: See ``layout.module_state``; state of a packed parameter comes as PackedTensors too.
         presence: The ranks of the pipeline, which then call this together; None without one.
-        taken_from: See :func:`all_members`.
+        recorded: See ``members.all_members``.
 
     Returns:
         ``{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}``, DTensors as shards, AbsentTensors
@@ -61,11 +61,11 @@ def optimizer_state(
     parameters = named_parameters(module, layouts)
     state = named(optimizer.state_dict(), names)
     own = _each_tensor(state["state"], lambda value, name: packed_like(value, parameters.get(name), name))
-    everyone = all_members(module, optimizer, taken_from)
-    groups = [members.group(group) for members, group in zip(everyone, state["param_groups"], strict=True)]
+    everyone = all_members(module, optimizer, presence, recorded)
+    groups = [members.group(options) for members, options in zip(everyone, state["param_groups"], strict=True)]
     found = own if presence is None else _with_absent(own, presence)
     # One order on every rank: torch keeps the order in which state was first made.
-    ordered = {name: found[name] for members in everyone for name in members.names if name in found} | found
+    ordered = {name: found[name] for group in everyone for name in group.names if name in found} | found
     return {**state, "state": ordered, "param_groups": groups}
 
 
@@ -165,16 +165,15 @@ def cut(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str,
 
 
 def matched(
-    state: Mapping[str, Any], module: nn.Module, optimizer: Optimizer, where: str, taken_from: Sequence[Members] = ()
+    state: Mapping[str, Any], members: Sequence[Members], held: Sequence[Members], where: str
 ) -> dict[str, Any]:
     """Returns a state by names arranged as the optimizer's groups are, whatever order it was saved in.
 
     Args:
-        state: The saved state by names, of all parameters.
-        module: The module.
-        optimizer: The optimizer that will take it.
+        state: The saved state by names.
+        members: The groups of the optimizer that will take it, of all parameters that it steps.
+        held: Its groups on this rank.
         where: The optimizer's name, for errors.
-        taken_from: See :func:`all_members`.
 
     Returns:
         The state of the parameters that the optimizer holds.
@@ -182,14 +181,14 @@ def matched(
     Raises:
         CheckpointError: The optimizer has other parameters, or groups that the saved ones do not map to.
     """
-    mine: GroupNames = [members.names for members in all_members(module, optimizer, taken_from)]
+    mine: GroupNames = [group.names for group in members]
     saved = group_names(state)
     if set(_flat(mine)) != set(_flat(saved)) and [len(names) for names in mine] == [len(names) for names in saved]:
         # Parameters were renamed since; torch matches by order, and so does this.
         state, saved = named(indexed(state), mine), [list(names) for names in mine]
     _check_names(_flat(mine), _flat(saved), where)
     group_of = {name: number for number, names in enumerate(saved) for name in names}
-    groups, held = [], names_of(module, optimizer)
+    groups = []
     for number, names in enumerate(mine):
         sources = {group_of[name] for name in names} or {number}
         if len(sources) > 1 or not sources <= set(range(len(saved))):
@@ -198,10 +197,8 @@ def matched(
                 valid=f"{len(saved)} groups as they were saved, of {[len(names) for names in saved]} parameters",
                 fix="make the same parameter groups in configure_optimizers, or start a new run from the weights alone",
             )
-        groups.append(
-            Members.of(held[number], optimizer.param_groups[number]).group(state["param_groups"][sources.pop()])
-        )
-    elsewhere = {*_flat(mine)} - {*_flat(held)}
+        groups.append(held[number].group(state["param_groups"][sources.pop()]))
+    elsewhere = {*_flat(mine)} - {name for group in held for name in group.names}
     states = {name: value for name, value in state["state"].items() if name not in elsewhere}
     return {"state": states, "param_groups": groups}
 

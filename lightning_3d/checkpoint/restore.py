@@ -23,8 +23,8 @@ from lightning_3d.checkpoint.files import resolve
 from lightning_3d.checkpoint.gathering import gather_whole
 from lightning_3d.checkpoint.generators import set_random_state
 from lightning_3d.checkpoint.layout import canonical, empty_like, laid_out, module_tensors, named_parameters
-from lightning_3d.checkpoint.members import Members, all_members
-from lightning_3d.checkpoint.optimizers import GroupNames, cut, destinations, load_state, matched, named
+from lightning_3d.checkpoint.members import Members, all_members, members_of
+from lightning_3d.checkpoint.optimizers import cut, destinations, load_state, matched, named
 from lightning_3d.checkpoint.packed import NO_LAYOUTS, unpacked
 from lightning_3d.checkpoint.store import FORMAT, META_FILE, MODULE_KEY, OPTIMIZERS_KEY, OURS, is_remote, local_path
 from lightning_3d.checkpoint.tensors import read_tensors, stored_tensors
@@ -179,7 +179,8 @@ def load_optimizers(
     *,
     group: dist.ProcessGroup | None,
     layouts: Mapping[str, Layout] = NO_LAYOUTS,
-    taken_from: Sequence[Sequence[Members]] | None = None,
+    presence: Presence | None = None,
+    recorded: Sequence[Sequence[Members]] | None = None,
 ) -> None:
     """Loads the states of all optimizers by parameter name. Every rank calls it.
 
@@ -189,7 +190,8 @@ def load_optimizers(
         optimizers: In the order of ``configure_optimizers``.
         group: The ranks that load together, None for one process.
         layouts: See ``layout.module_state``.
-        taken_from: See ``members.all_members``, for each optimizer.
+        presence: The ranks of the pipeline, None without one.
+        recorded: See ``members.all_members``, for each optimizer.
 
     Raises:
         CheckpointError: Only weights were saved, or another number of optimizers, parameters or groups.
@@ -204,12 +206,16 @@ def load_optimizers(
             f"{stored.path} holds {len(stored.optimizers)} optimizers, configure_optimizers returned {len(optimizers)}",
             fix="configure as many optimizers as were saved, or start a new run from the weights alone",
         )
+    everyone = [
+        all_members(module, optimizer, presence, known)
+        for optimizer, known in zip(optimizers, recorded or [()] * len(optimizers), strict=True)
+    ]
     into: dict[str, Tensor] = {}
     with together(group, f"match the optimizers of {stored.path}", _DAMAGED):
-        states = []
-        for index, (optimizer, taken) in enumerate(zip(optimizers, taken_from or [()] * len(optimizers), strict=True)):
-            own = [members.names for members in all_members(module, optimizer, taken)]
-            states.append(matched(_by_name(stored, index, own), module, optimizer, f"optimizer {index}", taken))
+        states = [
+            matched(_by_name(stored, index, members), members, members_of(module, optimizer), f"optimizer {index}")
+            for index, (optimizer, members) in enumerate(zip(optimizers, everyone, strict=True))
+        ]
         parameters = named_parameters(module, layouts)
         if stored.tensors is None:
             states = [cut(state, parameters) for state in states]
@@ -335,13 +341,13 @@ def _fitting(value: Tensor, target: Tensor) -> Tensor:
     return shards
 
 
-def _by_name(stored: StoredCheckpoint, index: int, own: GroupNames) -> dict[str, Any]:
-    """Returns the saved state of an optimizer by names; ``own`` are those that it has here."""
+def _by_name(stored: StoredCheckpoint, index: int, members: Sequence[Members]) -> dict[str, Any]:
+    """Returns the saved state of an optimizer, which has these members now, by names."""
     assert stored.optimizers is not None
     state = stored.optimizers[index]
     if stored.whole is None:
         return state
-    names = own if stored.optimizer_names is None else stored.optimizer_names[index]
+    names = [group.names for group in members] if stored.optimizer_names is None else stored.optimizer_names[index]
     sizes, own_sizes = [len(group["params"]) for group in state["param_groups"]], [len(group) for group in names]
     if sizes != own_sizes:
         raise CheckpointError(

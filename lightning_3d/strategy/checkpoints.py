@@ -101,11 +101,20 @@ class CheckpointDoor:
         optimizers: Sequence[Optimizer],
         layouts: Mapping[str, Layout],
         *,
-        taken_from: Sequence[Sequence[Members]] | None = None,
+        presence: Presence | None = None,
+        recorded: Sequence[Sequence[Members]] | None = None,
     ) -> None:
         """Loads the optimizers' states of the opened checkpoint. Every rank calls it."""
         assert self._stored is not None, "Lightning restores optimizers from a checkpoint that it has loaded"
-        load_optimizers(self._stored, module, optimizers, group=self._group, layouts=layouts, taken_from=taken_from)
+        load_optimizers(
+            self._stored,
+            module,
+            optimizers,
+            group=self._group,
+            layouts=layouts,
+            presence=presence,
+            recorded=recorded,
+        )
 
     def begin_training(self) -> None:
         """Puts random states back, when nothing else draws before training any more, and lets the checkpoint go."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
@@ -15,7 +16,7 @@ from typing_extensions import override
 from lightning_3d.checkpoint.absent import ABSENT, is_absent
 from lightning_3d.checkpoint.gathering import full_state_dict, gather_whole, with_other_state
 from lightning_3d.checkpoint.layout import as_saved, canonical, module_state
-from lightning_3d.checkpoint.members import Members
+from lightning_3d.checkpoint.members import Members, members_of
 from lightning_3d.checkpoint.optimizers import optimizer_state
 from lightning_3d.errors import CheckpointError
 from lightning_3d.strategy.life import AppliedModule
@@ -25,8 +26,8 @@ from lightning_3d.strategy.processes import MeshStrategy
 class SavingStrategy(MeshStrategy):
     """A strategy on a mesh whose checkpoints load on any other; what trains is added by `Mesh3DStrategy`."""
 
-    # What was in the groups of each optimizer before absent parameters were taken out; None where none were.
-    _taken_from: Sequence[Sequence[Members]] | None = None
+    # What was in the groups of each optimizer as the user made them.
+    _members: Sequence[Sequence[Members]] | None = None
 
     @abstractmethod
     def _apply(self) -> AppliedModule:
@@ -74,6 +75,14 @@ class SavingStrategy(MeshStrategy):
         return True
 
     @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Makes the optimizers, and notes what they step, here and elsewhere."""
+        super().setup_optimizers(trainer)
+        applied = self._module_on_mesh
+        if applied.presence is not None:
+            self._members = [members_of(applied.module, optimizer) for optimizer in self.optimizers]
+
+    @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         applied = self._module_on_mesh
         applied.engine.rest()
@@ -84,8 +93,8 @@ class SavingStrategy(MeshStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         applied = self._module_on_mesh
-        taken = () if self._taken_from is None else self._taken_from[self.optimizers.index(plain)]
-        return optimizer_state(applied.module, plain, applied.layouts, presence=applied.presence, taken_from=taken)
+        known = () if self._members is None else self._members[self.optimizers.index(plain)]
+        return optimizer_state(applied.module, plain, applied.layouts, presence=applied.presence, recorded=known)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
@@ -118,7 +127,7 @@ class SavingStrategy(MeshStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         applied = self._module_on_mesh
         self._on_mesh.checkpoints.load_optimizers(
-            applied.module, self.optimizers, applied.layouts, taken_from=self._taken_from
+            applied.module, self.optimizers, applied.layouts, presence=applied.presence, recorded=self._members
         )
 
     @override

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.checkpoint.layout import every_name, module_state
-from lightning_3d.checkpoint.members import Members, take_absent
+from lightning_3d.checkpoint.members import Members, members_of
 from lightning_3d.checkpoint.optimizers import optimizer_state
 from lightning_3d.checkpoint.restore import load_module, load_optimizers, open_checkpoint
 from lightning_3d.checkpoint.store import CheckpointState, save
@@ -26,6 +26,7 @@ from lightning_3d.parallel.pipeline.plan import PipelinePlan, Stage
 from lightning_3d.parallel.pipeline.presence import presence_of
 from lightning_3d.shards.layout import Layout
 from lightning_3d.shards.presence import Presence
+from lightning_3d.strategy.optimizers import take_out_absent
 from tests.spmd.packed import TIED, Stack, cut_over, cut_parameters, cuts_of, expected_part, mesh_of, packed_of
 
 CPU = torch.device("cpu")
@@ -51,7 +52,7 @@ class Run:
         module: The module.
         optimizer: Steps what this rank holds of it.
         presence: What the ranks of a pipeline have.
-        taken_from: All parameters of the optimizer, group by group.
+        recorded: All parameters of the optimizer, group by group.
     """
 
     spec: MeshSpec
@@ -59,7 +60,7 @@ class Run:
     module: Stack
     optimizer: torch.optim.Optimizer
     presence: Presence | None = None
-    taken_from: Sequence[Members] = ()
+    recorded: Sequence[Members] = ()
     layouts: Mapping[str, Layout] = field(default_factory=dict)
 
     @property
@@ -74,7 +75,7 @@ class Run:
     def moments(self) -> dict[str, Any]:
         """Returns the optimizer's state by names."""
         return optimizer_state(
-            self.module, self.optimizer, self.layouts, presence=self.presence, taken_from=self.taken_from
+            self.module, self.optimizer, self.layouts, presence=self.presence, recorded=self.recorded
         )
 
     def save(self, path: Path, *, distributed: bool, **more: Any) -> None:
@@ -90,7 +91,13 @@ class Run:
         stored = open_checkpoint(path, weights_only=None, group=group)
         load_module(stored, self.module, strict=True, group=group, layouts=layouts, presence=self.presence)
         load_optimizers(
-            stored, self.module, [self.optimizer], group=group, layouts=layouts, taken_from=[self.taken_from]
+            stored,
+            self.module,
+            [self.optimizer],
+            group=group,
+            layouts=layouts,
+            presence=self.presence,
+            recorded=[self.recorded],
         )
 
     def train(self, steps: range) -> None:
@@ -115,17 +122,22 @@ def build(spec: MeshSpec, rank: int, seed: int) -> Run:
         cut_over(module, spec)
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad][::-1]
     groups = [{"params": parameters[:4], "weight_decay": 0.3}, {"params": parameters[4:]}]
-    optimizer = torch.optim.AdamW(groups, lr=0.1)
-    taken_from: Sequence[Members] = () if presence is None else take_absent(module, optimizer)
-    return Run(
+    run = Run(
         spec=spec,
         rank=rank,
         module=module,
-        optimizer=optimizer,
+        optimizer=torch.optim.AdamW(groups, lr=0.1),
         presence=presence,
-        taken_from=taken_from,
         layouts=packed_of(spec.tensor),
     )
+    return stepped_by(run, run.optimizer)
+
+
+def stepped_by(run: Run, optimizer: torch.optim.Optimizer) -> Run:
+    """Returns a run with another optimizer, that has all parameters yet."""
+    recorded = members_of(run.module, optimizer)
+    take_out_absent([optimizer])
+    return replace(run, optimizer=optimizer, recorded=recorded)
 
 
 def cut_in_stages(module: Stack, spec: MeshSpec) -> Presence:

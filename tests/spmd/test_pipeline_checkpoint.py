@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from lightning_3d.checkpoint.absent import ABSENT, AbsentTensor
 from lightning_3d.checkpoint.gathering import full_state_dict, gather_whole, with_other_state
-from lightning_3d.checkpoint.members import take_absent
 from lightning_3d.checkpoint.restore import (
     load_module,
     load_module_state,
@@ -26,9 +25,10 @@ from lightning_3d.checkpoint.store import CheckpointState, save
 from lightning_3d.errors import CheckpointError
 from lightning_3d.initial.broadcast import BufferBroadcast
 from lightning_3d.mesh.spec import MeshSpec
+from lightning_3d.strategy.optimizers import take_out_absent
 from tests.spmd.packed import TIED, mesh_of
 from tests.spmd.pool import run_spmd
-from tests.spmd.saved import ALONE, Run, build, trained
+from tests.spmd.saved import ALONE, Run, build, stepped_by, trained
 
 pytestmark = pytest.mark.spmd
 FORMATS = pytest.mark.parametrize("distributed", [True, False], ids=["directory", "file"])
@@ -258,8 +258,7 @@ def refuses(rank: int, world: int, path: Path, distributed: bool) -> list[str]:
     fresh = build(PIPE, rank, seed=1)
     # One optimizer less of what was saved: a parameter of the second stage, and one of the first.
     parameters = [parameter for name, parameter in fresh.module.named_parameters() if "fused" not in name]
-    optimizer = torch.optim.AdamW(parameters, lr=0.1)
-    fewer = replace(fresh, optimizer=optimizer, taken_from=take_absent(fresh.module, optimizer))
+    fewer = stepped_by(fresh, torch.optim.AdamW(parameters, lr=0.1))
     with pytest.raises(CheckpointError) as caught:
         fewer.load(path)
     found.append(str(caught.value))
@@ -282,8 +281,7 @@ def resumes_other_optimizers(rank: int, world: int, path: Path, kind: str, distr
     for seed in (1, 2):
         run = build(PIPE, rank, seed=seed)
         parameters = [parameter for parameter in run.module.parameters() if parameter.requires_grad]
-        optimizer: torch.optim.Optimizer = getattr(torch.optim, kind)(parameters, lr=0.1)
-        runs.append(replace(run, optimizer=optimizer, taken_from=take_absent(run.module, optimizer)))
+        runs.append(stepped_by(run, getattr(torch.optim, kind)(parameters, lr=0.1)))
     run, fresh = runs
     run.train(range(STEPS))
     run.save(path, distributed=distributed)
@@ -295,6 +293,31 @@ def resumes_other_optimizers(rank: int, world: int, path: Path, kind: str, distr
 @pytest.mark.parametrize("kind", ["SGD", "Adafactor", "Adagrad"])
 def test_state_of_other_shapes_or_none_or_from_the_start(tmp_path: Path, kind: str, distributed: bool) -> None:
     run_spmd(resumes_other_optimizers, 2, tmp_path / "a.ckpt", kind, distributed)
+
+
+def adds_groups(rank: int, world: int, path: Path, distributed: bool) -> None:
+    runs = []
+    for seed in (1, 2):
+        run = build(PIPE, rank, seed=seed)
+        first, later = list(run.module.blocks.parameters()), list(run.module.odd.named_parameters())
+        run = stepped_by(run, torch.optim.AdamW(first, lr=0.1))
+        run.optimizer.add_param_group({"params": [*run.module.uneven.parameters(), *dict(later).values()]})
+        take_out_absent([run.optimizer])
+        runs.append(run)
+    run, fresh = runs
+    run.train(range(STEPS))
+    groups = run.moments()["param_groups"]
+    assert groups[0]["params"] == [name for name, _ in run.module.named_parameters() if name.startswith("blocks")]
+    # Nobody knows the order any more; it is the module's.
+    assert groups[1]["params"] == ["odd.weight", "odd.bias", "uneven.weight", "uneven.bias"]
+    run.save(path, distributed=distributed)
+    fresh.load(path)
+    same_elsewhere(whole(run), whole(fresh))
+
+
+@FORMATS
+def test_groups_that_were_added_later(tmp_path: Path, distributed: bool) -> None:
+    run_spmd(adds_groups, 2, tmp_path / "a.ckpt", distributed)
 
 
 class Tally(torch.nn.Module):

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from lightning_3d.checkpoint.members import Members, all_members, names_of, take_absent
-from lightning_3d.checkpoint.optimizers import optimizer_state
+from lightning_3d.checkpoint import members
+from lightning_3d.checkpoint.members import Members, all_members, members_of, names_of
 from lightning_3d.errors import CheckpointError
+from lightning_3d.shards.presence import Presence
 
 
 def model(*absent: str) -> nn.Module:
@@ -17,51 +21,72 @@ def model(*absent: str) -> nn.Module:
     return module
 
 
-def test_groups_remember_what_was_in_them() -> None:
-    module = model("0.weight", "1.weight")
-    groups = [{"params": [*module[1].parameters()]}, {"params": [*module[0].parameters()][:1]}]
-    optimizer = torch.optim.Adagrad(groups)
-    lists = [group["params"] for group in optimizer.param_groups]
-    members = take_absent(module, optimizer)
-    assert members == (Members(names=("1.weight", "1.bias")), Members(names=("0.weight",)))
-    assert names_of(module, optimizer) == [["1.bias"], []]
-    assert [group["params"] for group in optimizer.param_groups] == lists
-    assert all(group["params"] is each for group, each in zip(optimizer.param_groups, lists, strict=True))
-    # Torch knows no parameter for state that is left behind.
-    assert [*optimizer.state_dict()["state"]] == [0]
-    state = optimizer_state(module, optimizer, taken_from=members)
-    assert [group["params"] for group in state["param_groups"]] == [["1.weight", "1.bias"], ["0.weight"]]
+def sgd(module: nn.Module, *groups: Sequence[str], named: bool = False) -> torch.optim.Optimizer:
+    parameters = dict(module.named_parameters())
+    lists = [[(f"net.{name}", parameters[name]) if named else parameters[name] for name in names] for names in groups]
+    return torch.optim.SGD([{"params": each} for each in lists], lr=0.1)
 
 
-def test_groups_that_come_later_or_anew() -> None:
-    module = model("0.weight", "1.weight")
-    optimizer = torch.optim.SGD([*module[0].parameters()], lr=0.1)
-    first = take_absent(module, optimizer)
-    optimizer.add_param_group({"params": [*module[1].parameters()]})
-    later = Members(names=("1.weight", "1.bias"))
-    assert all_members(module, optimizer, first) == [*first, later]
-    both = take_absent(module, optimizer, first)
-    assert both == (*first, later)
-    assert take_absent(module, optimizer, both) == both
-    optimizer.param_groups = [{**optimizer.param_groups[0], "params": [module[1].bias, module[0].bias]}]
-    assert take_absent(module, optimizer, both) == (Members(names=("1.bias", "0.bias")),)
-    optimizer.param_groups = [{**optimizer.param_groups[0], "params": [*module[1].parameters()]}]
-    assert take_absent(module, optimizer, both) == (later,)
+@pytest.fixture
+def pipeline(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Presence, list[Any]]]:
+    """A pipeline of two ranks; what the second one answers is put into the list."""
+    answers: list[Any] = []
+    monkeypatch.setattr(members, "gather", lambda group, value: [value, answers.pop(0)])
+    group: Any = None
+    yield (
+        Presence(group=group, rank=0, device=torch.device("cpu"), holders={}, modules={}, others=0),
+        answers,
+    )
+    assert not answers
 
 
-def test_names_of_the_user() -> None:
-    module = model("0.weight")
-    optimizer = torch.optim.SGD(((f"net.{name}", parameter) for name, parameter in module.named_parameters()), lr=0.1)
-    members = take_absent(module, optimizer)
-    assert optimizer.param_groups[0]["param_names"] == ["net.0.bias", "net.1.weight", "net.1.bias"]
-    (group,) = optimizer_state(module, optimizer, taken_from=members)["param_groups"]
-    assert group["param_names"] == ["net.0.weight", "net.0.bias", "net.1.weight", "net.1.bias"]
-    assert group["params"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    assert Members.of(["1.bias"], {}).group(group) == {**without_names(group), "params": ["1.bias"]}
+def test_without_a_pipeline_groups_are_what_they_are() -> None:
+    module = model()
+    optimizer = sgd(module, ["1.bias", "0.weight"], ["0.bias"])
+    assert all_members(module, optimizer, None) == members_of(module, optimizer)
+    assert members_of(module, optimizer) == (Members(names=("1.bias", "0.weight")), Members(names=("0.bias",)))
+    assert names_of(module, optimizer) == [["1.bias", "0.weight"], ["0.bias"]]
 
 
-def without_names(group: dict[str, object]) -> dict[str, object]:
-    return {key: value for key, value in group.items() if key != "param_names"}
+def test_what_was_recorded_holds_while_groups_are_the_same(pipeline: tuple[Presence, list[Any]]) -> None:
+    presence, answers = pipeline
+    module = model("1.weight")
+    recorded = (Members(names=("1.weight", "1.bias", "0.bias")), Members(names=("0.weight",)))
+    optimizer = sgd(module, ["1.bias", "0.bias"], ["0.weight"])
+    answers.append(([True, True], (Members(names=("1.weight",)), Members(names=()))))
+    assert all_members(module, optimizer, presence, recorded) == recorded
+    # The other rank has a group of another kind by now.
+    answers.append(([False, True], (Members(names=("1.weight", "0.weight")), Members(names=()))))
+    joined = Members(names=("0.weight", "0.bias", "1.weight", "1.bias"))
+    assert all_members(module, optimizer, presence, recorded) == (joined, recorded[1])
+
+
+def test_groups_that_came_later(pipeline: tuple[Presence, list[Any]]) -> None:
+    presence, answers = pipeline
+    module = model("1.weight")
+    # Absent ones are still in it: on every rank it is the same.
+    optimizer = sgd(module, ["1.weight", "0.bias"])
+    answers.append(([False], (Members(names=("1.weight", "0.bias")),)))
+    assert all_members(module, optimizer, presence) == (Members(names=("1.weight", "0.bias")),)
+    optimizer = sgd(module, ["1.bias", "0.bias"], named=True)
+    answers.append(([False], (Members(names=("1.weight",), own_names=("net.1.weight",)),)))
+    names = ("0.bias", "1.weight", "1.bias")
+    joined = Members(names=names, own_names=tuple(f"net.{name}" for name in names))
+    assert all_members(module, optimizer, presence) == (joined,)
+
+
+def test_names_of_the_user_stay_with_their_parameters() -> None:
+    module = model()
+    optimizer = sgd(module, ["1.bias", "0.weight"], named=True)
+    (group,) = members_of(module, optimizer)
+    assert group.own_names == ("net.1.bias", "net.0.weight")
+    options = {"lr": 2.0, "params": [0], "param_names": ["strange"]}
+    assert group.group(options) == {
+        "lr": 2.0,
+        "params": ["1.bias", "0.weight"],
+        "param_names": ["net.1.bias", "net.0.weight"],
+    }
+    assert Members(names=("1.bias",)).group(options) == {"lr": 2.0, "params": ["1.bias"]}
 
 
 def test_parameters_of_others_are_refused() -> None:
