@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_3d.config.schema import SCHEDULES
 from lightning_3d.errors import PlanError
 from lightning_3d.graph.parameters import parameter_table
-from tests.parity.catalog import build
+from tests.parity.catalog import build, global_batches
 from tests.parity.models import NextToken
 from tests.parity.tensor_models import SIZES, Translation, hf
 from tests.unit.parallel.pipeline.planned import (
@@ -330,3 +330,11 @@ def test_the_plan_as_text() -> None:
         "model.transformer.wte.weight (stages 0, 1)",
     ):
         assert part in text
+
+
+@pytest.mark.parametrize("name", ["HF Llama, 8 blocks", "HF T5, 4 + 4 blocks", "nn.TransformerEncoder, 8 blocks"])
+def test_a_module_on_the_meta_device_has_the_same_plan(name: str) -> None:
+    with torch.device("meta"):
+        module = build(name)
+    made = global_batches(name, 1, 4)[0]
+    assert plan(module, made) == plan_of(name)
