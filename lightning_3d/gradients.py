@@ -23,7 +23,7 @@ class PipelineShare:
     Attributes:
         ranks: Pipeline ranks.
         holders: On how many of them a parameter of this rank lies, for those that are not here alone.
-        device: Where gradients lie, also on a rank that has none.
+        device: Where the ranks of the mesh can reduce, also one that has no gradient.
     """
 
     ranks: int

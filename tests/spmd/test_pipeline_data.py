@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.cost import Traffic, TrafficRow
 from lightning_3d.counters import CollectiveCounter
+from lightning_3d.errors import ModuleError
 from lightning_3d.gradients import PipelineShare, clip_by_norm
 from lightning_3d.graph.blocks import find_stacks
 from lightning_3d.graph.parameters import ParameterTable, parameter_table
@@ -203,6 +204,20 @@ def test_every_stage_of_zero_in_schedules(schedule: str) -> None:
 def test_hybrid_sharding_meets_its_replicas_once(schedule: str) -> None:
     cases = [Case(schedule=schedule, zero=zero, accumulate=2, data=4, replicas=2) for zero in (1, 2, 3)]
     assert_same(8, *cases)
+
+
+def miscounted(rank: int, world: int) -> str:
+    """The last backward that is told of never comes, as where a block has no gradient in the last micro-batch."""
+    run = OnRank(Case(schedule="1f1b", zero=2, data=4, replicas=2), world)
+    run.engine.before_microbatch(last=True, backwards=MICROBATCHES + 1)
+    run.engine.run(run.cut.step, batch(0, MICROBATCHES))
+    with pytest.raises(ModuleError, match="none in the last one") as caught:
+        run.engine.gradients_complete()
+    return str(caught.value)
+
+
+def test_gradients_that_replicas_would_lose_are_found() -> None:
+    assert all("a Block got" in text or "a StageModule got" in text for text in run_spmd(miscounted, 8))
 
 
 def test_one_data_rank_whose_parameters_are_cast() -> None:

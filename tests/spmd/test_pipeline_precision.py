@@ -23,7 +23,7 @@ def scaled_steps(rank: int, world: int, overflow: bool) -> tuple[list[float], fl
     optimizer = torch.optim.SGD([parameter], lr=0.5)
     if rank == 0:
         loss = precision.scaled(parameter.sum())
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     if rank == 1:
         # It has been sent the gradient of the scaled loss, and scales nothing itself.
         parameter.grad = torch.full((1,), float("inf") if overflow else 8.0)

@@ -32,7 +32,7 @@ class DataEngine(ABC):
 
         Args:
             last: The optimizer step comes next, so gradients must meet.
-            backwards: Micro-batches with a backward until the next call.
+            backwards: Backward passes until the next call, up to the last one that brings gradients.
         """
 
     def gradients_complete(self) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_3d.parallel.data.door import Door, as_module, tell, units_of
 from lightning_3d.parallel.data.engine import DataEngine
+from lightning_3d.parallel.data.replicas import check_replicas_met
 from lightning_3d.parallel.data.scalars import ScalarGradients
 from lightning_3d.parallel.data.zero import ZeroStage
 
@@ -73,6 +74,7 @@ class StageEngine(DataEngine):
 
     def gradients_complete(self) -> None:
         """Averages what no unit manages."""
+        check_replicas_met(self._units)
         self._scalars.average()
 
     def before_inner_backward(self, loss: Tensor) -> Tensor:

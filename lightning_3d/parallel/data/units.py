@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_3d.parallel.data.door import Door, as_module, tell, units_of
 from lightning_3d.parallel.data.engine import DataEngine
 from lightning_3d.parallel.data.kept import KeptBlocks
+from lightning_3d.parallel.data.replicas import check_replicas_met
 from lightning_3d.parallel.data.scalars import ScalarGradients
 from lightning_3d.parallel.data.zero import ZeroStage
 
@@ -74,6 +75,7 @@ class UnitEngine(DataEngine):
 
     def gradients_complete(self) -> None:
         """Averages what no unit manages."""
+        check_replicas_met(self._units)
         self._scalars.average()
 
     def _hide_kept_blocks(self) -> None:
