@@ -19,6 +19,7 @@ from lightning_3d.checkpoint.layout import as_saved, canonical, module_state
 from lightning_3d.checkpoint.members import Members, members_of
 from lightning_3d.checkpoint.optimizers import optimizer_state
 from lightning_3d.errors import CheckpointError
+from lightning_3d.initial.broadcast import BufferBroadcast
 from lightning_3d.strategy.life import AppliedModule
 from lightning_3d.strategy.processes import MeshStrategy
 
@@ -41,8 +42,7 @@ class SavingStrategy(MeshStrategy):
     def full_state_dict(self) -> dict[str, Any]:
         """Returns the module's whole state on the CPU, on every rank. Every rank must call it."""
         applied = self._module_on_mesh
-        applied.engine.rest()
-        applied.share_buffers()
+        self._bring_buffers(applied)
         return full_state_dict(applied.module, keep=True, layouts=applied.layouts, presence=applied.presence)
 
     def full_tensor(self, name: str, tensor: Tensor | None) -> Tensor:
@@ -62,6 +62,14 @@ class SavingStrategy(MeshStrategy):
         held = ABSENT if tensor is None else as_saved(tensor.detach(), applied.layouts.get(canonical(name)))
         found: Tensor = gather_whole({name: held}, True, {}, applied.presence)[name]
         return found.to(self.root_device if tensor is None or is_absent(held) else tensor.device)
+
+    @staticmethod
+    def _bring_buffers(applied: AppliedModule) -> None:
+        """Makes the module's state the same on all ranks that hold it: buffers as the ranks have them that count."""
+        applied.engine.rest()
+        applied.share_buffers()
+        if applied.presence is not None:
+            BufferBroadcast(applied.module, applied.presence.group, applied.presence.source)()
 
     @property
     @override
@@ -85,8 +93,7 @@ class SavingStrategy(MeshStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         applied = self._module_on_mesh
-        applied.engine.rest()
-        applied.share_buffers()
+        self._bring_buffers(applied)
         return with_other_state(module_state(applied.module, applied.layouts), applied.module, applied.presence)
 
     @override
