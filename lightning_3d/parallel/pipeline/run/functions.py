@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils.checkpoint import CheckpointFunction, _checkpoint_hook
 
 from lightning_3d.parallel.pipeline.record.hidden import Function
 from lightning_3d.shards.tensor import ShardTensor
 
 Watch = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
 _DEVICE: Any = Tensor.device
+_REENTRANT = CheckpointFunction.forward.__code__
+_CHECKPOINT = f"{_checkpoint_hook.__name__}."
 
 
 class ContainerFunctions(TorchFunctionMode):
@@ -49,6 +55,23 @@ class ContainerFunctions(TorchFunctionMode):
             self._aside -= 1
             if on_top:
                 self.__enter__()  # type: ignore[no-untyped-call]
+
+
+def reentrant_checkpoint_runs() -> bool:
+    """Returns whether a checkpoint runs here that hides from autograd what it computes."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _REENTRANT:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def checkpointed_region() -> object | None:
+    """Returns what stands for the innermost checkpoint that runs here; None outside of all."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    packs = None if hooks is None else hooks[0]
+    return packs if getattr(packs, "__qualname__", "").startswith(_CHECKPOINT) else None
 
 
 def is_absent(value: object) -> bool:

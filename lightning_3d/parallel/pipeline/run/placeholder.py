@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.errors import ModuleError, user_line
 from lightning_3d.parallel.pipeline.record.hidden import Function
 from lightning_3d.parallel.pipeline.record.step import Origin
+from lightning_3d.shards.foreign import check_not_handed_over
+from lightning_3d.shards.tensor import ShardTensor
 
 _ACCESSES = ("__get__", "__set__", "__delete__")
 _PRINTS = frozenset({"__repr__", "__str__", "__format__"})
@@ -21,6 +26,9 @@ _SIZES = frozenset(
     | {"is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_same_size", "is_tensor", "is_inference"}
     | {"__len__", "is_shared", "has_names", "result_type"}
 )
+
+
+_PLAIN = "functions of torch instead, or checkpoint(..., use_reentrant=False) if it is torch's own"
 
 
 class StageExit(BaseException):
@@ -33,13 +41,14 @@ class StageExit(BaseException):
 class Placeholder(Tensor):
     """Zeros in the place of a hidden value, until the stage begins and the value is received.
 
-    Everything about it but its values is true: shape, dtype, device, ``requires_grad``. Where it meets a function of
-    torch after it was bound, the received tensor is used.
+    Everything about it but its values is true: shape, dtype, device, ``requires_grad``. When the value comes, the
+    object itself becomes a plain tensor with its values and its way back for gradients, wherever the user keeps it.
+    Shards cannot be made so: functions of torch are given them instead.
 
     Attributes:
         plain: The zeros.
         origin: Who makes the value; None if nobody is known.
-        bound: What was received.
+        bound: The shard that was received.
         again: Makes the value from others, for what is no value of its own.
     """
 
@@ -64,11 +73,20 @@ class Placeholder(Tensor):
         made._wants_gradient = requires_grad
         return made
 
-    def value(self) -> Tensor | None:
-        """Returns the value that it stands for; None if it has not been received."""
-        if self.bound is None and self.again is not None:
-            self.bound = self.again()
-        return self.bound
+    def receive(self, value: Tensor) -> Tensor:
+        """Puts a value in its place; returns what stands for it from now on, the object itself if that can be."""
+        if isinstance(value, ShardTensor):
+            self.bound = value
+            return value
+        with torch._C.DisableTorchFunctionSubclass():
+            self.data = torch.empty_like(value)
+            for attribute in ("plain", "origin", "bound", "again", "_wants_gradient"):
+                delattr(self, attribute)
+            self.__class__ = Tensor  # type: ignore[assignment]
+            # A copy: code may write to it, and torch uses the memory of what was received again. It does not count as
+            # a change, for a checkpoint may have saved the object as it was.
+            with _unsafe_preserve_version_counter(self):
+                return self.copy_(value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
         """A copy stands for the same value."""
@@ -110,11 +128,11 @@ def about(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Returns what a function tells about a placeholder; a bound one is what it is bound to."""
     name = getattr(function, "__name__", "")
     first = args[0] if args else None
-    if isinstance(first, Placeholder) and first.value() is None:
+    if isinstance(first, Placeholder) and first.bound is None:
         if name in _PRINTS:
             return f"Placeholder({first.origin}, {list(first.plain.shape)})"
         if name in _HOOKS:
-            return RemovableHandle({})
+            return RemovableHandle(OrderedDict())
         if name in ("requires_grad_", "retain_grad"):
             return first if name == "requires_grad_" else None
     known = replaced((args, kwargs), lambda leaf: _known(leaf) if isinstance(leaf, Placeholder) else leaf)
@@ -122,7 +140,7 @@ def about(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def values_of(tree: Any, user: object) -> Any:
-    """Returns nested arguments with received values in the place of placeholders.
+    """Returns nested arguments with received shards in the place of placeholders.
 
     Args:
         tree: Tuples, lists and dicts; lists and dicts are changed in place, for they may be the user's own.
@@ -135,8 +153,9 @@ def values_of(tree: Any, user: object) -> Any:
     def value(leaf: Tensor) -> Tensor:
         if not isinstance(leaf, Placeholder):
             return leaf
-        found = leaf.value()
-        return refuse(leaf, user) if found is None else found
+        if leaf.bound is not None and not torch.is_grad_enabled():
+            check_not_handed_over([leaf], "a hidden state of an earlier pipeline stage", _PLAIN)
+        return refuse(leaf, user) if leaf.bound is None else leaf.bound
 
     return replaced(tree, value)
 
@@ -153,11 +172,10 @@ def refuse(placeholder: Placeholder, user: object) -> NoReturn:
 
 
 def resolve(tree: Any) -> Any:
-    """Returns nested containers with received values in the place of placeholders that have got one."""
+    """Returns nested containers with received shards in the place of placeholders that have got one."""
 
     def value(leaf: Any) -> Any:
-        found = leaf.value() if isinstance(leaf, Placeholder) else None
-        return leaf if found is None else found
+        return leaf.bound if isinstance(leaf, Placeholder) and leaf.bound is not None else leaf
 
     return pytree.tree_map(value, tree)
 
@@ -190,5 +208,4 @@ def replaced(tree: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def _known(placeholder: Placeholder) -> Tensor:
-    value = placeholder.value()
-    return placeholder.plain if value is None else value
+    return placeholder.plain if placeholder.bound is None else placeholder.bound

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_3d.errors import ModuleError
+from lightning_3d.errors import ModuleError, user_line
 from lightning_3d.graph.calls import Call
 from lightning_3d.parallel.pipeline.record.hidden import Function
 from lightning_3d.parallel.pipeline.record.recorder import Recorder
 from lightning_3d.parallel.pipeline.run.effects import Arguments, Effect
 from lightning_3d.parallel.pipeline.run.exchange import Exchange
-from lightning_3d.parallel.pipeline.run.functions import ContainerFunctions, asks_for_device
+from lightning_3d.parallel.pipeline.run.functions import ContainerFunctions, asks_for_device, reentrant_checkpoint_runs
 from lightning_3d.parallel.pipeline.run.parts import unwatched, watched
 from lightning_3d.parallel.pipeline.run.placeholder import resolve, tells_about
 from lightning_3d.parallel.pipeline.run.site import Site
@@ -46,13 +46,14 @@ class SharedRun:
         self._site = site
         self._exchange = exchange
         self._recorder = recorder
+        self._with_gradients = recorder is not None and torch.is_grad_enabled()
         self._is_inside = False
         self._parameters: dict[str, Tensor] = {}
         self._mode = ContainerFunctions(self._function)
 
     def run(self, call: Callable[[], _Result]) -> _Result:
         """Returns what the call returns."""
-        with torch.set_grad_enabled(self._recorder is not None and torch.is_grad_enabled()), self._mode:
+        with torch.set_grad_enabled(self._with_gradients), self._mode:
             return call()
 
     def call(self, name: str, call: Call) -> Any:
@@ -66,7 +67,16 @@ class SharedRun:
 
         if self._recorder is None:
             return computed(call.args, call.kwargs)
+        self._check_checkpoint(name)
         return self._recorder.call(name, call.args, call.kwargs, computed)
+
+    def _check_checkpoint(self, name: str) -> None:
+        if self._with_gradients and not torch.is_grad_enabled() and reentrant_checkpoint_runs():
+            raise ModuleError(
+                f"a reentrant torch.utils.checkpoint is around {name} ({user_line()}): where a stage begins with it, "
+                "no gradient would come back through it.",
+                fix="checkpoint(..., use_reentrant=False), or activation_checkpointing='full' of the strategy instead",
+            )
 
     # ---- modules ----
 

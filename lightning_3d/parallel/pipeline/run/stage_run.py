@@ -26,10 +26,19 @@ from lightning_3d.parallel.pipeline.record.step import (
 from lightning_3d.parallel.pipeline.run.functions import (
     ContainerFunctions,
     asks_for_device,
+    checkpointed_region,
     is_absent,
 )
 from lightning_3d.parallel.pipeline.run.parts import local_part, unwatched, watched, with_part
-from lightning_3d.parallel.pipeline.run.placeholder import Placeholder, StageExit, about, refuse, resolve, values_of
+from lightning_3d.parallel.pipeline.run.placeholder import (
+    Placeholder,
+    StageExit,
+    about,
+    refuse,
+    resolve,
+    tells_about,
+    values_of,
+)
 from lightning_3d.parallel.pipeline.run.site import Site
 from lightning_3d.shards.partial import PartialTensor
 from lightning_3d.shards.protocol import writes_to_first
@@ -67,6 +76,9 @@ class StageRun:
         self._outputs: tuple[Tensor, ...] | None = None
         self._is_inside = self._in_hooks = False
         self._mode = ContainerFunctions(self._function)
+        self._with_gradients = torch.is_grad_enabled()
+        # Checkpoints in which earlier stages' work was passed over.
+        self._regions: set[object | None] = set()
         self._zeros: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def run(self, step: Callable[[], _Result]) -> tuple[Tensor, ...] | _Result:
@@ -110,11 +122,14 @@ class StageRun:
                 "of this kind.",
                 fix="let the order of the blocks depend on shapes of the batch only",
             )
-        if self._position == self._stage.end:
-            self._outputs = tuple(map(self._sent, self._outgoing))
-            raise StageExit
         if self._position == self._stage.first and not self._began:
-            self._bind()
+            self._check_checkpoints()
+        with self._mode.aside(), torch.set_grad_enabled(self._with_gradients):
+            if self._position == self._stage.end:
+                self._outputs = tuple(map(self._sent, self._outgoing))
+                raise StageExit
+            if self._position == self._stage.first and not self._began:
+                self._bind()
         self._position += 1
 
     def _leave_if_done(self) -> None:
@@ -157,12 +172,14 @@ class StageRun:
         """Returns placeholders for what a module returns that an earlier stage runs, and calls the user's hooks."""
         number = self._values.count(name)
         recorded = self._calls.get((name, number))
-        if recorded is None:
+        # The order of blocks is known to be right.
+        if recorded is None or (name not in self._record.blocks and recorded.position != self._position):
             raise ModuleError(
-                f"{name} is called at {user_line()} once more than when the step was recorded with an input of this "
+                f"{name} is called at {user_line()}, and was not when the step was recorded with an input of this "
                 "kind.",
                 fix="let which modules are called depend on shapes of the batch only",
             )
+        self._regions.add(checkpointed_region())
         self._site.skip(name)
         arguments = pytree.tree_leaves((call.args, call.kwargs))
         origin = Origin(kind="module", maker=name, call=number)
@@ -217,9 +234,12 @@ class StageRun:
         self._leave_if_done()
         if asks_for_device(function, args):
             return self._site.device
-        if self._began and self._is_last:
-            # Nothing is sent any more, so nothing has to be found again.
+        if tells_about(function):
             return about(function, args, kwargs)
+        # On the last stage nothing is sent any more, so nothing has to be found again.
+        if self._began and self._is_last:
+            args, kwargs = values_of((args, kwargs), function)
+            return function(*args, **kwargs)
         if not counted(function, args, kwargs, self._is_hidden):
             return about(function, args, kwargs)
         if self._began:
@@ -252,6 +272,7 @@ class StageRun:
 
     def _imagined(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns placeholders for the result of a function that an earlier stage computes."""
+        self._regions.add(checkpointed_region())
         shown: dict[int, Placeholder] = {}
         given = pytree.tree_leaves((args, kwargs))
         wanted = torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given)
@@ -294,7 +315,7 @@ class StageRun:
 
         def value() -> Tensor | None:
             leaves = pytree.tree_leaves((args, kwargs))
-            if any(isinstance(leaf, Placeholder) and leaf.value() is None for leaf in leaves):
+            if any(isinstance(leaf, Placeholder) and leaf.bound is None for leaf in leaves):
                 return None
             known_args, known_kwargs = resolve((args, kwargs))
             result: Tensor = function(*known_args, **known_kwargs)
@@ -314,7 +335,7 @@ class StageRun:
         return {hidden.origin: hidden.value for hidden in self._values}
 
     def _bind(self) -> None:
-        made = self._made()
+        made, noted = self._made(), list(self._values)
         if self._is_last:
             # What was noted so far has served.
             self._values = HiddenValues()
@@ -326,17 +347,34 @@ class StageRun:
                     "make it: its code before the blocks does different things on different ranks.",
                     fix="let it depend on the batch only",
                 )
-            # Code writes to hidden states in place, and what was received is a leaf that torch uses again.
-            whole = with_part(tensor.clone(), value, self._site.tensor_group)
-            placeholder.bound = unwatched(whole) if self._is_last else whole
-            self._values.made(placeholder.bound, value.origin, self._position)
+            whole = with_part(tensor, value, self._site.tensor_group)
+            self._values.made(placeholder.receive(unwatched(whole) if self._is_last else whole), value.origin, 0)
+        for hidden in noted:
+            self._settle(hidden.value)
         self._zeros.clear()
         self._began = True
+
+    def _settle(self, value: Tensor) -> None:
+        """Gives a placeholder its value that is made from received ones."""
+        if isinstance(value, Placeholder) and value.again is not None and value.bound is None:
+            found = value.again()
+            if found is not None:
+                value.receive(found)
+
+    def _check_checkpoints(self) -> None:
+        region = checkpointed_region()
+        if region is not None and region in self._regions:
+            raise ModuleError(
+                f"torch.utils.checkpoint is around code of several stages, {user_line()}: stage {self._stage.index} "
+                "could not run it again in backward.",
+                fix="a checkpoint for each block, or activation_checkpointing='full' of the strategy instead, or "
+                "another layers_per_stage",
+            )
 
     def _sent(self, value: Value) -> Tensor:
         tensor = self._made().get(value.origin)
         if isinstance(tensor, Placeholder):
-            tensor = tensor.value() if tensor.value() is not None else refuse(tensor, f"stage {self._stage.index + 1}")
+            tensor = tensor.bound if tensor.bound is not None else refuse(tensor, f"stage {self._stage.index + 1}")
         if tensor is None:
             raise ModuleError(
                 f"stage {self._stage.index} did not compute {value.origin}, which it did when the step was recorded "
