@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_3d import Mesh3DPrecision, Mesh3DStrategy
+from lightning_3d.errors import CheckpointError
 from tests.parity.catalog import build, global_batches
 from tests.parity.pipeline_table import PipelineRow
 from tests.parity.table import BATCHES, SAMPLES_PER_RANK, Reference, Row
@@ -62,7 +63,7 @@ class Recorder(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        gradients = {name: p.grad for name, p in pl_module.named_parameters() if p.grad is not None}
+        gradients = {name: parameter.grad for name, parameter in pl_module.named_parameters()}
         self.record.gradients.append(whole(gradients, trainer))
         flat = [gradient.double().flatten() for gradient in self.record.gradients[-1].values()]
         self.record.norms.append(float(torch.cat(flat).norm()))
@@ -73,13 +74,26 @@ class Recorder(Callback):
 
 
 def whole(tensors: dict[str, Any], trainer: Trainer | None = None) -> dict[str, Tensor]:
-    """Returns full copies of a module's tensors or DTensors, packed ones as the module had them."""
+    """Returns full copies of a module's tensors or DTensors, packed ones as the module had them.
+
+    On a pipeline axis every rank gives all names, with what it holds.
+    """
     strategy = None if trainer is None else trainer.strategy
     if isinstance(strategy, Mesh3DStrategy):
-        full = {name: strategy.full_tensor(name, tensor) for name, tensor in tensors.items()}
+        full = {name: _found(strategy, name, tensor) for name, tensor in tensors.items()}
     else:
         full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
-    return {name: tensor.detach().double().clone() for name, tensor in full.items()}
+    return {name: tensor.detach().double().clone() for name, tensor in full.items() if tensor is not None}
+
+
+def _found(strategy: Mesh3DStrategy, name: str, tensor: Tensor | None) -> Tensor | None:
+    """The whole of a tensor; None if no rank has any, as of a gradient that nothing brings."""
+    if tensor is None and strategy.config.pipeline_parallel_size == 1:
+        return None
+    try:
+        return strategy.full_tensor(name, tensor)
+    except CheckpointError:
+        return None
 
 
 def train(rank: int, world: int, run: Run) -> Record | None:
