@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_3d.graph.calls import shadow
-from lightning_3d.strategy.optimizers import take_out_absent
+from lightning_3d.strategy.optimizers import AbsentParameters
 
 _TOGGLES = ("toggle_optimizer", "untoggle_optimizer")
-# Where a finetuning callback writes down its parameter groups, and makes them anew from that.
-_KEEPS_GROUPS = ("_store", "on_fit_start")
+# Where a finetuning callback changes parameter groups and writes them down, and where it makes them anew from that.
+_REGROUPS = ("on_train_epoch_start", "on_fit_start")
 
 
 class ModuleDoors:
     """Makes ``log``, toggles of optimizers and finetuning callbacks mean on a mesh what they mean on one device.
+
+    Attributes:
+        absent: The parameters that other ranks hold.
 
     Args:
         module: The user's module, its parameters this rank's part of them.
     """
 
     def __init__(self, module: LightningModule) -> None:
+        self.absent = AbsentParameters(module)
         self._module = module
         self._opened: list[Callable[[], None]] = []
         self._resting: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -50,8 +53,7 @@ class ModuleDoors:
         for callback in getattr(self._module._trainer, "callbacks", ()):
             if isinstance(callback, BaseFinetuning):
                 self._opened.append(shadow(callback, "finetune_function", MethodType(_finetune, callback)))
-                for name in _KEEPS_GROUPS:
-                    self._opened.append(shadow(callback, name, partial(_without_absent, callback, name)))
+                self._opened += [shadow(callback, name, self._on_whole_groups(callback, name)) for name in _REGROUPS]
 
     def close(self) -> None:
         """The methods are the class's own again."""
@@ -64,6 +66,13 @@ class ModuleDoors:
             self._gathered_follow()
 
         return toggle
+
+    def _on_whole_groups(self, callback: BaseFinetuning, name: str) -> Callable[..., None]:
+        def hook(trainer: Trainer, *args: Any) -> None:
+            with self.absent.in_optimizers(trainer.optimizers):
+                getattr(type(callback), name)(callback, trainer, *args)
+
+        return hook
 
     def _gathered_follow(self) -> None:
         """Optimizers hold this rank's parts; a whole parameter that is gathered now must train as its part does."""
@@ -83,13 +92,6 @@ def _finetune(self: BaseFinetuning, *args: Any) -> None:
     """Lets parameters train, in a mode in which the callback may look for each of them in an optimizer."""
     with _OfOneShape():
         type(self).finetune_function(self, *args)
-
-
-def _without_absent(callback: BaseFinetuning, name: str, *args: Any) -> None:
-    """Has a finetuning callback do its work on all parameters; those of other ranks do not stay in the optimizers."""
-    getattr(type(callback), name)(callback, *args)
-    module = next(each for each in args if isinstance(each, LightningModule))
-    take_out_absent(module.trainer.optimizers)
 
 
 class _OfOneShape(TorchFunctionMode):

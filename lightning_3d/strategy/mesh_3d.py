@@ -35,7 +35,7 @@ from lightning_3d.strategy.life import (
     optimizer_parameters,
 )
 from lightning_3d.strategy.metrics import MetricDoors
-from lightning_3d.strategy.optimizers import StandIns, check_separable
+from lightning_3d.strategy.optimizers import check_separable
 from lightning_3d.strategy.refusals import refuse_own_training
 from lightning_3d.strategy.replicas import share_generators
 from lightning_3d.strategy.run import evaluate_without_inference_mode
@@ -149,10 +149,13 @@ class Mesh3DStrategy(SavingStrategy):
         recorder = InitRecorder(self._on_mesh.seed)
         with recorder:
             yield
-        assert self.lightning_module is not None
-        if any(parameter.is_meta for parameter in self.lightning_module.parameters()):
-            check_untouched(self.lightning_module)
-            self._tape = recorder.tape(self.lightning_module)
+        module = self.lightning_module
+        assert module is not None
+        # On the mesh already, it has on the meta device what other pipeline ranks hold.
+        known = self._applied is not None and self._applied.module is module
+        if not known and any(parameter.is_meta for parameter in module.parameters()):
+            check_untouched(module)
+            self._tape = recorder.tape(module)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -237,13 +240,11 @@ class Mesh3DStrategy(SavingStrategy):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         self._reset_optimizers_and_schedulers()
-        module = self.lightning_module
-        assert module is not None
-        stand_ins = StandIns(module, self.root_device)
-        with stand_ins.present():
+        applied = self._module_on_mesh
+        with applied.doors.absent.shown(self.root_device):
             super().setup_optimizers(trainer)
-        stand_ins.take_out(self.optimizers)
-        check_optimizers(module, self.optimizers)
+        applied.doors.absent.take_out(self.optimizers)
+        check_optimizers(applied.module, self.optimizers)
         if self.mesh_spec.pipeline > 1:
             check_separable(self.optimizers)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
+from lightning_3d import Mesh3DPrecision
 from lightning_3d.errors import ModuleError
-from tests.spmd.fits import normal
+from tests.parity.models import NextToken
+from tests.parity.tensor_models import PackedGPT
+from tests.spmd.fits import loader, normal
 from tests.spmd.pool import run_spmd
-from tests.spmd.tensor_runs import Ranks, seen_alike
-from tests.spmd.toys import CLASSES, WIDTH, Net
+from tests.spmd.tensor_runs import Ranks, seen_alike, tokens
+from tests.spmd.toys import CLASSES, WIDTH, Net, Plain
 
 pytestmark = [pytest.mark.spmd, pytest.mark.timeout(240)]
 
@@ -252,7 +256,7 @@ def weighted(ranks: Ranks) -> Any:
     module = Weighted()
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
     trainer = ranks.trainer(max_epochs=2, strategy={"num_microbatches": 3}, **options)
-    trainer.fit(module, samples(19))
+    trainer.fit(module, samples(19), samples(4))
     return module.seen, values(trainer), weights(trainer)
 
 
@@ -284,7 +288,10 @@ def reads(ranks: Ranks) -> Any:
     module = Reads()
     trainer = ranks.trainer(strategy={"num_microbatches": 2})
     trainer.fit(module, samples(8), samples(7))
-    return values(trainer), module.seen
+    found = values(trainer)
+    # Its states are fp32, and have seen the samples of a batch together.
+    assert math.isclose(found.pop("val_mean"), -0.1703974, rel_tol=1e-6)
+    return found, module.seen
 
 
 def test_a_validation_that_reads_hidden_states_runs_on_all_stages_together() -> None:
@@ -299,15 +306,14 @@ def uneven(ranks: Ranks) -> Any:
     data = 2 if ranks.cut else 1
     strategy = {"num_microbatches": 4 // data}
     trainer = ranks.trainer(strategy=strategy, max_epochs=2, use_distributed_sampler=ranks.cut)
-    # 7 samples are 4 on one data rank and 3 on the other, 2 + 2 and 2 + 1.
-    found = [trainer.validate(module, samples(7, size=7 if data == 1 else 2), verbose=False)]
-    return found
+    # 7 samples are 4 on one data rank and 3 on the other, 2 + 2 and 2 + 1; 3 are 1 + 1 and 1.
+    return [trainer.validate(module, samples(count, size=8 // data), verbose=False) for count in (7, 3)]
 
 
+@pytest.mark.filterwarnings("ignore:Using `DistributedSampler`")
 def test_uneven_validation_on_two_data_ranks() -> None:
-    module_metrics = {"val_loss", "val_accuracy", "val_mean"}
-    (found,) = seen_alike(uneven, 4, **TWO, zero_stage=3)
-    assert module_metrics <= set(found[0])
+    found = seen_alike(uneven, 4, **TWO, zero_stage=3)
+    assert all({"val_loss", "val_accuracy", "val_mean"} <= set(each[0]) for each in found)
 
 
 # ---- what is refused ----
@@ -322,14 +328,6 @@ class NoLoss(Watched):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.note("loss", float(outputs["loss"]))
-
-
-class Two(Watched):
-    """Two optimizers."""
-
-    def configure_optimizers(self) -> Any:
-        halves = (self.model.blocks[:2], self.model.blocks[2:])
-        return [torch.optim.SGD(half.parameters(), lr=0.1) for half in halves]
 
 
 class Lbfgs(Watched):
@@ -349,7 +347,6 @@ class Manual(Watched):
 
 REFUSED: dict[str, tuple[type[Watched], str]] = {
     "no loss": (NoLoss, "training_step returned no loss for a micro-batch"),
-    "two optimizers": (Two, "configure_optimizers returns 2 optimizers"),
     "one vector": (Lbfgs, "LBFGS takes all parameters as one vector"),
     "manual": (Manual, "Manual sets automatic_optimization=False"),
 }
@@ -362,7 +359,7 @@ def refused(rank: int, world: int, names: list[str]) -> list[str]:
         # The other ranks learn of a failure by the end of the process group, which other cases need.
         trainer.strategy.on_exception = lambda exception: None  # type: ignore[method-assign]
         with pytest.raises(ModuleError) as caught:
-            trainer.fit(REFUSED[name][0](), samples(8))
+            trainer.fit(REFUSED[name][0](), samples(8), samples(4))
         found.append(str(caught.value))
     return found
 
@@ -421,3 +418,51 @@ def test_an_optimizer_may_have_nothing_on_a_rank() -> None:
 def test_layers_that_are_thawed_train() -> None:
     *_, names = seen_alike(thawed, **TWO)
     assert [len(each) for each in names] == [2, 16]
+
+
+# ---- one loss scale ----
+
+
+def scaled(ranks: Ranks) -> Any:
+    torch.set_default_dtype(torch.float32)
+    module = Plain()
+    trainer = ranks.trainer(strategy={"num_microbatches": 2}, plugins=Mesh3DPrecision("16-mixed"), max_epochs=2)
+    batches = [(inputs.float(), targets) for inputs, targets in samples(8)]
+    # A loss that overflows on the last stage makes every rank skip its step.
+    batches[1][0].mul_(1e30)
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    assert trainer.precision_plugin.scaler is not None
+    return float(trainer.precision_plugin.scaler.get_scale()), trainer.global_step
+
+
+def test_all_ranks_have_one_loss_scale() -> None:
+    scale, _ = seen_alike(scaled, **TWO)
+    assert scale == 2.0**14
+
+
+# ---- metrics of ranks that see the same samples ----
+
+
+class Sums(NextToken):
+    """Counts samples."""
+
+    def __init__(self) -> None:
+        super().__init__(PackedGPT())
+        self.count = SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.count.update(torch.tensor(float(len(batch[0]))))
+        self.log("count", self.count, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def counted(ranks: Ranks) -> Any:
+    trainer = ranks.trainer(strategy={"num_microbatches": 2})
+    trainer.fit(Sums(), loader(tokens(2)))
+    return values(trainer)
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_a_sample_counts_once(axis: str) -> None:
+    degrees = TWO if axis == "pipeline" else {}
+    assert seen_alike(counted, **degrees)["count"] == 8.0

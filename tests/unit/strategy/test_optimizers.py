@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_3d.errors import ModuleError
-from lightning_3d.strategy.optimizers import StandIns, check_separable, take_out_absent
+from lightning_3d.strategy.optimizers import AbsentParameters, check_separable
 
 
 class Half(L.LightningModule):
@@ -26,17 +26,17 @@ CPU = torch.device("cpu")
 
 
 def made(module: Half, make: Any) -> torch.optim.Optimizer:
-    stand_ins = StandIns(module, CPU)
-    with stand_ins.present():
+    absent = AbsentParameters(module)
+    with absent.shown(CPU):
         optimizer: torch.optim.Optimizer = make(module)
-    stand_ins.take_out([optimizer])
+    absent.take_out([optimizer])
     return optimizer
 
 
 def test_absent_parameters_are_there_while_optimizers_are_made() -> None:
     module = Half()
     absent = dict(module.named_parameters())
-    with StandIns(module, CPU).present():
+    with AbsentParameters(module).shown(CPU):
         shown = dict(module.named_parameters())
         assert shown.keys() == absent.keys()
         stand_in = module.there.weight
@@ -92,17 +92,23 @@ def test_freezing_while_optimizers_are_made_lasts() -> None:
     assert not any(parameter.requires_grad for parameter in module.parameters())
 
 
-def test_absent_parameters_that_came_later_are_taken_out() -> None:
+def test_groups_are_whole_while_a_callback_changes_them() -> None:
     module = Half()
-    optimizer = torch.optim.SGD([{"params": [module.here.weight]}, {"params": [module.there.weight]}], lr=0.1)
-    take_out_absent([optimizer])
-    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 0]
+    absent, there, here = AbsentParameters(module), module.there, module.here
+    with absent.shown(CPU):
+        optimizer = torch.optim.SGD([there.bias, here.weight, there.weight], lr=0.1)
+    absent.take_out([optimizer])
+    assert optimizer.param_groups[0]["params"] == [here.weight]
+    for _ in range(2):
+        with absent.in_optimizers([optimizer]):
+            found = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            assert [id(each) for each in found[:3]] == [id(each) for each in (there.bias, here.weight, there.weight)]
+            if len(optimizer.param_groups) == 1:
+                optimizer.add_param_group({"params": [here.bias, nn.Parameter(there.weight.clone())]})
+        assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1]
 
 
 def test_what_no_pipeline_can_step() -> None:
-    sgd = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    check_separable([sgd])
-    with pytest.raises(ModuleError, match=r"returns 2 optimizers \(SGD, SGD\)"):
-        check_separable([sgd, sgd])
+    check_separable([torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)])
     with pytest.raises(ModuleError, match="LBFGS takes all parameters as one vector"):
         check_separable([torch.optim.LBFGS([nn.Parameter(torch.ones(1))])])
