@@ -8,71 +8,23 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_3d import Mesh3DPrecision, Mesh3DStrategy
 from tests.spmd.fits import QUIET, loader, share
 from tests.spmd.pool import run_spmd
+from tests.spmd.speaker import Speaker, words
 from tests.spmd.tensor_runs import assert_same
 
 pytestmark = [pytest.mark.spmd, pytest.mark.timeout(240)]
 
-WIDTH, WORDS, BATCHES = 8, 12, 3
+BATCHES = 3
 ALONE: dict[str, Any] = {}
 PIPE = {"pipeline_parallel_size": 2}
 TURNS = {"pipeline_parallel_size": 2, "pipeline_schedule": "interleaved1f1b"}
 DATA = {"pipeline_parallel_size": 2, "zero_stage": 3}
 TENSOR = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
-
-
-class Block(nn.Module):
-    """One of the blocks, with running statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.register_buffer("largest", torch.zeros(()))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        inner = torch.tanh(self.up(hidden))
-        if self.training:
-            self.largest.add_(1)
-        return hidden + self.down(inner)
-
-
-class Speaker(L.LightningModule):
-    """A language model whose table is its head, on the first stage and on the last one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
-        self.head.weight = self.table.weight
-        self.spare = nn.Linear(WIDTH, 2)
-        self.hooks: list[str] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        (words,) = batch
-        hidden = self.table(words)
-        for block in self.blocks:
-            hidden = block(hidden)
-        logits = self.head(self.norm(hidden))
-        return F.cross_entropy(logits.flatten(0, 1), words.roll(1, 1).flatten())
-
-    def configure_optimizers(self) -> Any:
-        # In another order than the module's.
-        parameters = [*self.parameters()][::-1]
-        groups = [{"params": parameters[:7], "weight_decay": 0.3}, {"params": parameters[7:]}]
-        optimizer = torch.optim.AdamW(groups, lr=3e-2)
-        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.hooks = [*checkpoint["state_dict"]]
-        checkpoint["doubled"] = {name: value * 2 for name, value in self.named_parameters()}
 
 
 class Told(Callback):
@@ -136,9 +88,7 @@ def fitted(
         **({"plugins": Mesh3DPrecision("64-true")} if ours else {"precision": "64-true"}),
     )
     model = strategy.get("pipeline_parallel_size", 1) * strategy.get("tensor_parallel_size", 1) if ours else 1
-    generator = torch.Generator().manual_seed(3)
-    batches = [(torch.randint(0, WORDS, (4, 5), generator=generator),) for _ in range(BATCHES)]
-    mine = loader(share(batch, rank // model, world // model) for batch in batches)
+    mine = loader(share(batch, rank // model, world // model) for batch in words(BATCHES))
     trainer.fit(module, mine, ckpt_path=resume, weights_only=True)
     if save is not None:
         trainer.save_checkpoint(save)
