@@ -45,6 +45,11 @@ class MeshEngine:
             return self._data.run(step, *args)
         return self._data.run(lambda *given: tensor.visit(partial(step, *given)), *args)
 
+    def scheduled(self, call: Callable[[], Any]) -> Any:
+        """Returns ``call()``, which has a schedule run steps and their backwards on the stages of this rank."""
+        with self.backward():
+            return self._data.run(call)
+
     def visit(self, call: Callable[[], Any]) -> Any:
         """Returns ``call()``, a use of the module that is no training step; nothing stays gathered behind it.
 

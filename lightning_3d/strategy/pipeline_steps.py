@@ -68,11 +68,12 @@ class PipelineRunner(BatchRunner):
         self._begin_training_step()
         if self._opens_window:
             self._aside.make_room()
-        with self._engine.backward(), self._metrics.alone():
+        with self._metrics.alone():
             batch = self._prepared(_TRAINING, args, self._position, self._precision.train_step_context)
             self._engine.before_microbatch(last=not self.accumulating, backwards=batch.count)
             loss = BatchLoss(batch, self._accumulation, self._precision.scaled)
-            results = self._pipeline.train(batch.step, loss, batch.signatures())
+            train = partial(self._pipeline.train, batch.step, loss, batch.signatures())
+            results = self._engine.scheduled(train)
         self._aside.put_aside()
 
         def outcome() -> StepOutcome:
@@ -105,10 +106,11 @@ class PipelineRunner(BatchRunner):
         method = f"{stage}_step"
         position = derive_seed(self._position, stage, *args[1:])
         if method not in self._together:
-            with self._engine.backward(), self._metrics.alone():
+            with self._metrics.alone():
                 batch = self._prepared_if_possible(method, args, position, context)
                 if batch is not None:
-                    results = self._pipeline.evaluate(batch.step, batch.signatures())
+                    results = self._engine.scheduled(partial(self._pipeline.evaluate, batch.step, batch.signatures()))
+                    self._engine.rest()
             if batch is not None:
                 told = self._relay.share(partial(batch.outcome, results), large=are_seen(self._module, stage))
                 self._log(told)
@@ -139,7 +141,14 @@ class PipelineRunner(BatchRunner):
         sizes = self._batches.sizes(args[0])
         parts = self._batches.split(args[0], sizes)
         known = partial(
-            PipelinedBatch, module=self._module, method=method, parts=parts, sizes=sizes, rest=tuple(args[1:]), kept={}
+            PipelinedBatch,
+            module=self._module,
+            run=self._engine.run,
+            method=method,
+            parts=parts,
+            sizes=sizes,
+            rest=tuple(args[1:]),
+            kept={},
         )
         around = partial(self._around, context, position)
         own = known(count=len(parts), around=partial(around, len(parts))).signatures()
@@ -147,7 +156,7 @@ class PipelineRunner(BatchRunner):
         count, most = self._collectives.largest([len(parts), len(new)])
         batch = known(count=count, around=partial(around, count))
         for index in (*new, *[0] * (most - len(new))):
-            self._pipeline.learn(partial(batch.step, index), own[index])
+            self._engine.visit_part(partial(self._pipeline.learn, partial(batch.step, index), own[index]))
         return batch
 
     @contextmanager

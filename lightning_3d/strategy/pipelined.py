@@ -45,6 +45,7 @@ class PipelinedBatch:
 
     Attributes:
         module: The user's module.
+        run: Runs a step on the mesh.
         method: Name of its step.
         parts: The micro-batches.
         sizes: Samples of each; one that is the whole batch counts as one.
@@ -56,6 +57,7 @@ class PipelinedBatch:
     """
 
     module: LightningModule
+    run: Callable[..., Any]
     method: str
     parts: Sequence[Any]
     sizes: Sequence[int]
@@ -83,7 +85,8 @@ class PipelinedBatch:
                 at_end.enter_context(quiet(self.module, keep_log=True))
             at_end.callback(shadow(self.module, "log", keep))
             at_end.enter_context(self.around(index))
-            output = getattr(self.module, self.method)(self.parts[index if own else -1], *self.rest)
+            step = getattr(self.module, self.method)
+            output = self.run(step, self.parts[index if own else -1], *self.rest)
         if own:
             self.kept[index] = logs
         return {_OUTPUT: output, _LOGGED: logged}
