@@ -99,7 +99,7 @@ class PipelineEngine:
         self._whole_backward = whole_backward
         self._lazy_units = lazy_units
         self._records: RecentlyUsed[StepRecord] = RecentlyUsed(_RECORDS)
-        self._schedules: RecentlyUsed[Any] = RecentlyUsed(_SCHEDULES)
+        self._schedules: RecentlyUsed[tuple[list[ScheduledStage], Any]] = RecentlyUsed(_SCHEDULES)
         self._stopwatch = Stopwatch(device)
         self._batch: _Batch | None = None
         self._noticed = False
@@ -127,8 +127,7 @@ class PipelineEngine:
         """
         batch = self._prepared(step, loss, signatures)
         count = runnable_microbatches(self._plan.schedule, ranks=self._plan.ranks, microbatches=len(signatures))
-        schedule = self._schedule(build_schedule, batch.boundaries, count)
-        return self._run(batch, partial(schedule.step, target=torch.arange(count), return_outputs=False))
+        return self._run(batch, build_schedule, count, target=torch.arange(count))
 
     def evaluate(self, step: Callable[[int], Any], signatures: Sequence[Hashable]) -> dict[int, Any]:
         """Runs a batch forward alone.
@@ -142,8 +141,7 @@ class PipelineEngine:
         """
         with torch.no_grad():
             batch = self._prepared(step, None, signatures)
-            schedule = self._schedule(build_forward_schedule, batch.boundaries, len(signatures))
-            return self._run(batch, partial(schedule.step, return_outputs=False))
+            return self._run(batch, build_forward_schedule, len(signatures))
 
     def unseen(self, signatures: Sequence[Hashable]) -> tuple[int, ...]:
         """Returns the first micro-batch of each kind that has not been recorded."""
@@ -166,12 +164,14 @@ class PipelineEngine:
         self._records.put(signature, self._runs.record(step))
 
     def start_timeline(self) -> None:
-        """Begins to take the times of all computations; all ranks of the group call it together."""
-        dist.barrier(self._group)
+        """Begins to take the times of all computations; every rank of the group calls it."""
         self._stopwatch.start()
 
     def stop_timeline(self) -> Timeline:
-        """Returns the computations of all ranks since the start; all ranks of the group call it together."""
+        """Returns the computations of all ranks since the start; all ranks of the group call it together.
+
+        Between machines they are as exact as their clocks agree.
+        """
         own = self._stopwatch.stop(dist.get_rank(self._group))
         events: list[tuple[Event, ...]] = [()] * self._plan.ranks
         dist.all_gather_object(events, own, group=self._group)
@@ -188,16 +188,29 @@ class PipelineEngine:
         boundaries = tuple(boundary_of(_kind(record, first) for record in records) for first in firsts)
         return _Batch(step=step, loss=loss, records=records, boundaries=(Boundary(()), *boundaries))
 
-    def _schedule(self, build: Callable[..., Any], boundaries: tuple[Boundary, ...], microbatches: int) -> Any:
+    def _run(self, batch: _Batch, build: Callable[..., Any], microbatches: int, **options: Any) -> dict[int, Any]:
+        """Runs a batch in a schedule that is made for it, or for one like it before."""
+        assert self._batch is None, "a step that a schedule runs does not start another one"
         # Buffers that were made in inference mode cannot be written to outside of it.
-        key = build, boundaries, microbatches, torch.is_inference_mode_enabled()
-        name, lazy = self._plan.schedule, self._lazy_units
-        return self._schedules.get(
-            key, lambda: build(name, self._scheduled(boundaries), microbatches=microbatches, lazy_units=lazy)
-        )
+        key = build, batch.boundaries, microbatches, torch.is_inference_mode_enabled()
+        stages, schedule = self._schedules.get(key, partial(self._scheduled, build, batch.boundaries, microbatches))
+        self._batch = batch
+        try:
+            schedule.step(return_outputs=False, **options)
+        except BaseException:
+            # What a schedule has begun to receive is not to be found by its next step.
+            self._schedules.clear()
+            raise
+        finally:
+            self._batch = None
+        for stage in stages:
+            stage.clear_runtime_states()
+        return dict(sorted(batch.outputs.items()))
 
-    def _scheduled(self, boundaries: Sequence[Boundary]) -> list[ScheduledStage]:
-        return [
+    def _scheduled(
+        self, build: Callable[..., Any], boundaries: Sequence[Boundary], microbatches: int
+    ) -> tuple[list[ScheduledStage], Any]:
+        stages = [
             ScheduledStage(
                 module,
                 index,
@@ -209,19 +222,7 @@ class PipelineEngine:
             )
             for index, module in sorted(self._stages.items())
         ]
-
-    def _run(self, batch: _Batch, run: Callable[[], Any]) -> dict[int, Any]:
-        assert self._batch is None, "a step that a schedule runs does not start another one"
-        self._batch = batch
-        try:
-            run()
-        except BaseException:
-            # What a schedule has begun to receive is not to be found by its next step.
-            self._schedules.clear()
-            raise
-        finally:
-            self._batch = None
-        return dict(sorted(batch.outputs.items()))
+        return stages, build(self._plan.schedule, stages, microbatches=microbatches, lazy_units=self._lazy_units)
 
     def _run_stage(self, stage: int, received: tuple[Tensor, ...], microbatch: int) -> Any:
         """Runs the user's step on one stage; micro-batches beyond the batch's own are empty ones."""
@@ -229,9 +230,7 @@ class PipelineEngine:
         assert batch is not None, "stages are run by schedules"
         last = stage + 1 == len(self._plan.stages)
         if microbatch >= len(batch.records):
-            if last:
-                return ROOT.on(self._device)
-            return tuple(slot.on(self._device) for slot in batch.boundaries[stage + 1].slots)
+            return _empty((ROOT,) if last else batch.boundaries[stage + 1].slots, received, self._device)
         record = batch.records[microbatch]
         values = batch.boundaries[stage].unpack(received, self._kind(record, stage))
         result = self._runs.run_stage(stage, values, record, partial(batch.step, microbatch))
@@ -240,7 +239,7 @@ class PipelineEngine:
         root = ROOT.on(self._device) if batch.loss is None else _root(batch.loss(microbatch, result), microbatch)
         # A graph that the caller keeps would keep the activations.
         batch.outputs[microbatch] = tree_map_only(Tensor, Tensor.detach, result)
-        return root
+        return (root,)
 
     def _kind(self, record: StepRecord, stage: int) -> tuple[Slot, ...]:
         return _kind(record, self._plan.stages[stage].first) if stage else ()
@@ -255,6 +254,12 @@ class PipelineEngine:
 def _kind(record: StepRecord, first: int) -> tuple[Slot, ...]:
     """What is alive when a block is called."""
     return tuple(slot_of(value) for value in record.boundaries[first])
+
+
+def _empty(slots: Sequence[Slot], received: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
+    """Zeros that depend on what was received, which is nothing but zeros too, so that the backward has its way."""
+    link = sum((value.sum() for value in received if value.requires_grad), torch.zeros((), device=device))
+    return tuple(slot.on(device) + link.to(slot.dtype) if slot.requires_grad else slot.on(device) for slot in slots)
 
 
 def _root(loss: Tensor, microbatch: int) -> Tensor:

@@ -29,7 +29,7 @@ def build_schedule(name: str, stages: Sequence[ScheduledStage], *, microbatches:
         microbatches: As many as the schedule can run.
         lazy_units: Units are gathered by their own forward and backward, not for a whole stage ahead.
     """
-    schedule = _made(name, stages, microbatches, loss_fn=_itself)
+    schedule = _made(name, stages, microbatches, loss_fn=_only)
     if lazy_units and name not in ONE_STAGE_SCHEDULES:
         _leave_units(schedule)
     return schedule
@@ -62,8 +62,9 @@ def _made(name: str, stages: Sequence[ScheduledStage], microbatches: int, **opti
     return make(stages[0] if name in ONE_STAGE_SCHEDULES else list(stages), microbatches, scale_grads=False, **options)
 
 
-def _itself(output: Tensor, target: Tensor) -> Tensor:
-    return output
+def _only(outputs: tuple[Tensor, ...], target: Tensor) -> Tensor:
+    (loss,) = outputs
+    return loss
 
 
 def _leave_units(schedule: Any) -> None:

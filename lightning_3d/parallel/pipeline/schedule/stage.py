@@ -112,13 +112,15 @@ class ScheduledStage(PipelineStage):
 
 @contextmanager
 def _cause_first() -> Iterator[None]:
-    """Raises what happened in a stage instead of torch's error about it, which lists tensors."""
+    """Raises what happened in a stage, as it was, instead of torch's error about it, which lists tensors."""
     try:
         yield
     except RuntimeError as error:
         cause = error.__cause__
         if cause is None:
             raise
-    else:
-        return
-    raise cause
+        context = cause.__context__
+        try:
+            raise cause
+        finally:
+            cause.__context__ = context

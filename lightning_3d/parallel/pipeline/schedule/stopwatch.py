@@ -15,7 +15,8 @@ from lightning_3d.parallel.pipeline.schedule.timeline import Event
 class Stopwatch:
     """Takes the time of computations while it runs; what it does not see costs nothing.
 
-    On an accelerator the times are those of the current stream, so that nothing waits for them.
+    Times are those of the machine's clock, so that those of several ranks can be compared. On an accelerator they are
+    the times of the current stream, so that nothing waits for them.
 
     Args:
         device: Where the stages compute.
@@ -27,9 +28,9 @@ class Stopwatch:
         self._taken: list[tuple[Action, _Mark, _Mark]] = []
 
     def start(self) -> None:
-        """Begins anew; the times are counted from here."""
+        """Begins anew."""
         self._taken.clear()
-        self._zero = _Mark(self._device)
+        self._zero = _Mark(self._device, wait=True)
 
     def stop(self, rank: int) -> tuple[Event, ...]:
         """Returns what was taken since the start.
@@ -40,7 +41,7 @@ class Stopwatch:
         assert self._zero is not None, "the stopwatch does not run"
         zero, self._zero = self._zero, None
         taken, self._taken = self._taken, []
-        return tuple(Event(rank, action, zero.until(first), zero.until(last)) for action, first, last in taken)
+        return tuple(Event(rank, action, first.since(zero), last.since(zero)) for action, first, last in taken)
 
     @contextmanager
     def over(self, action: Action) -> Iterator[None]:
@@ -54,18 +55,20 @@ class Stopwatch:
 
 
 class _Mark:
-    """A moment of the host's clock, or of the current stream of an accelerator."""
+    """A moment of the host, or of the current stream of an accelerator."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, wait: bool = False) -> None:
         self._event: torch.Event | None = None
         if device.type != "cpu":
             self._event = torch.Event(device, enable_timing=True)
             self._event.record()
-        self._seconds = time.perf_counter()
+            if wait:
+                self._event.synchronize()
+        self._seconds = time.time()
 
-    def until(self, later: _Mark) -> float:
-        """Returns the seconds from here to a later moment."""
-        if self._event is None or later._event is None:
-            return later._seconds - self._seconds
-        later._event.synchronize()
-        return self._event.elapsed_time(later._event) / 1000
+    def since(self, zero: _Mark) -> float:
+        """Returns the moment in seconds of the machine's clock, which the stream's zero was held against."""
+        if self._event is None or zero._event is None:
+            return self._seconds
+        self._event.synchronize()
+        return zero._seconds + zero._event.elapsed_time(self._event) / 1000

@@ -27,7 +27,20 @@ class Doubled(torch.autograd.Function):
 def test_a_plain_stage_may_be_split() -> None:
     x, stage = _input(), nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     assert why_whole([stage(x)], [x], list(stage.parameters())) is None
-    assert why_whole([stage(x).sum() + stage[0].weight.sum()], [x], list(stage.parameters())) is None
+    other = nn.Parameter(torch.ones(2))
+    assert why_whole([stage(x).sum() + other.sum()], [x], [*stage.parameters(), other]) is None
+
+
+def test_a_weight_that_is_used_twice_is_not_split() -> None:
+    x, stage = _input(), nn.Linear(4, 4)
+    parameters = list(stage.parameters())
+    assert "two places" in str(why_whole([stage(stage(x))], [x], parameters))
+    assert "two places" in str(why_whole([stage(x).sum() + stage.weight.sum()], [x], parameters))
+    made = stage.weight.exp()
+    assert "two places" in str(why_whole([(x @ made) @ made], [x], parameters))
+    # By one function twice, or through a thing that is made of it twice.
+    assert why_whole([x @ (made * made)], [x], parameters) is None
+    assert why_whole([torch.addcmul(x, stage.bias, stage.bias)], [x], parameters) is None
 
 
 def test_a_stage_that_recomputes_may_be_split() -> None:
