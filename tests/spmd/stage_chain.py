@@ -160,5 +160,7 @@ def check_parity(
             assert gradient is None or not gradient.any(), name
         else:
             assert gradient is not None, name
-            torch.testing.assert_close(gradient, expected, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                gradient, expected, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            )
     return [str(value.origin) for value in record.boundaries[cut.plan.stages[1].first]]

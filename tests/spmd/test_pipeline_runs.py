@@ -8,10 +8,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from torch import Tensor
 
+from lightning_3d.errors import ModuleError
 from lightning_3d.parallel.pipeline.run.placeholder import resolve
 from tests.parity.catalog import build, global_batches
-from tests.parity.pipeline_models import PIPELINE_MODELS
 from tests.spmd.pool import run_spmd
 from tests.spmd.stage_chain import Cut, check_parity, inside, whole
 from tests.spmd.stage_nets import WIDTH, tangled
@@ -30,7 +31,17 @@ def parity(rank: int, world: int, name: str, options: dict[str, Any]) -> list[st
     return check_parity(rank, world, partial(of_catalog, name), 1e-6 if "HF" in name else 1e-12, **options)
 
 
-@pytest.mark.parametrize("name", PIPELINE_MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "HF Llama, 8 blocks",
+        "HF GPT-2 (tied), 8 blocks",
+        "HF T5, 4 + 4 blocks",
+        "HF Mixtral, router losses, 8 blocks",
+        "nn.TransformerEncoder, 8 blocks",
+        "U-Net skips, 8 blocks",
+    ],
+)
 def test_step_in_two_stages_is_the_step_of_one_process(name: str) -> None:
     first, second = run_spmd(parity, 2, name, {})
     assert first == second
@@ -133,3 +144,46 @@ def checkpointed_parity(rank: int, world: int, reentrant: bool) -> list[str]:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_blocks_that_are_run_again_in_backward(reentrant: bool) -> None:
     run_spmd(checkpointed_parity, 2, reentrant)
+
+
+class BrokenError(RuntimeError):
+    """An error that cannot travel."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"{text} {code}")
+        self.cannot_travel = lambda: None
+
+
+def refusals(rank: int, world: int) -> list[str]:
+    module, batch = tangled()
+    cut = Cut.of(module, batch, rank, world)
+    messages = []
+
+    def refused(step: Any, text: str) -> None:
+        with pytest.raises((ModuleError, RuntimeError), match=text) as failure:
+            cut.record(step)
+        messages.append(str(failure.value))
+
+    def breaks(*_: Any) -> None:
+        raise BrokenError(7, "broken")
+
+    def step() -> Tensor:
+        return module.training_step(batch, 0)
+
+    refused(
+        lambda: (module.scale if rank else module.scale * 1).sum() * 0 + step(), "do different things with the same"
+    )
+    handle = module.blocks[0].register_forward_hook(lambda *_: module.blocks[3](torch.ones(1, WIDTH).double()))
+    refused(step, r"blocks\.3 is called inside another module")
+    handle.remove()
+    handle = module.blocks[3].linear.register_forward_hook(breaks)
+    refused(step, "broken 7")
+    handle.remove()
+    assert cut.record(step).blocks == cut.plan.blocks, "all is as before"
+    return messages
+
+
+def test_what_fails_on_one_rank_fails_on_all() -> None:
+    first, second = run_spmd(refusals, 2)
+    assert first[:2] == second[:2]
+    assert (first[2], second[2]) == ("BrokenError: broken 7", "broken 7"), "what cannot travel is told"

@@ -14,7 +14,6 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.checkpoint import CheckpointFunction, _checkpoint_hook
 
 from lightning_3d.parallel.pipeline.record.hidden import Function
-from lightning_3d.shards.tensor import ShardTensor
 
 Watch = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
 _DEVICE: Any = Tensor.device
@@ -89,9 +88,11 @@ class ParameterNames:
 
     Args:
         module: The whole module, its parameters still tied as they were.
+        leaves: On the tensor axis other tensors are read in their place while a step runs.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, leaves: bool = False) -> None:
+        self._leaves = leaves
         first = {id(parameter): name for name, parameter in module.named_parameters()}
         self._places = [
             (child, key, first[id(parameter)])
@@ -125,4 +126,4 @@ class ParameterNames:
         # Parameters are gathered, and read as parts, while a step runs.
         if isinstance(value, nn.Parameter):
             return True
-        return isinstance(value, ShardTensor) and value.is_leaf and value.requires_grad
+        return self._leaves and isinstance(value, Tensor) and value.is_leaf and value.requires_grad

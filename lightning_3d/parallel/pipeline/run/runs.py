@@ -67,7 +67,7 @@ class PipelineRuns:
             group=group,
             device=device,
             hooks=UserHooks(module, hooks),
-            names=ParameterNames(module),
+            names=ParameterNames(module, leaves=tensor_group is not None),
             streams=streams,
             tensor_group=tensor_group,
         )

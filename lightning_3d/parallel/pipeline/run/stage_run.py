@@ -153,6 +153,7 @@ class StageRun:
         finally:
             self._is_inside = False
         if not self._is_last:
+            watched((args, kwargs))
             origin = Origin(kind="module", maker=name, call=number)
             self._values.made_by_call(origin, watched(output), self._position, arguments)
         return output
