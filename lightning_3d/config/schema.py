@@ -179,6 +179,8 @@ class StrategyConfig:
             found.append(f"stages_per_rank={per_rank} must be 2 with pipeline_schedule={schedule}")
         if schedule not in (*ONE_STAGE_SCHEDULES, *V_SCHEDULES) and per_rank < 2:
             found.append(f"stages_per_rank={per_rank} must be 2 or more with pipeline_schedule={schedule}")
+        if self.pipeline_parallel_size > 1 and not self.layout_free_random:
+            found.append("layout_free_random=False would draw other numbers on each stage: leave it True in a pipeline")
         stages = self.pipeline_parallel_size * per_rank
         if self.layers_per_stage is not None and len(self.layers_per_stage) != stages:
             count = len(self.layers_per_stage)

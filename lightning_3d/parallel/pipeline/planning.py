@@ -12,6 +12,7 @@ from torch import nn
 from lightning_3d.config.schema import StrategyConfig
 from lightning_3d.errors import ModuleError, PlanError
 from lightning_3d.graph.blocks import Stack
+from lightning_3d.graph.copies import unused_copies
 from lightning_3d.graph.fake_run import fake_run
 from lightning_3d.graph.parameters import ParameterTable
 from lightning_3d.parallel.pipeline.balance import balanced
@@ -50,8 +51,15 @@ def find_pipeline_plan(
     """
     observer = pipeline_observer(module, parameters, stacks, config)
     fake_run(module, observer.heard(step), stacks=stacks, observers=[observer])
+    record = observer.record
     return plan_from_record(
-        observer.record, module=module, parameters=parameters, tracked=observer.tracked, ranks=ranks, config=config
+        record,
+        module=module,
+        parameters=parameters,
+        tracked=observer.tracked,
+        ranks=ranks,
+        config=config,
+        twins=unused_copies(module, parameters, record.parameters.keys()),
     )
 
 

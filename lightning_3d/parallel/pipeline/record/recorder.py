@@ -377,7 +377,8 @@ def _value(hidden: Hidden) -> Value:
         origin=hidden.origin,
         shape=tuple(tensor.shape),
         dtype=tensor.dtype,
-        requires_grad=hidden.requires_grad,
+        # The output of an autograd function of the user's is first seen without a graph.
+        requires_grad=hidden.requires_grad or tensor.requires_grad,
         layout=tensor.cut if isinstance(tensor, ShardTensor) else None,
         tensor_ranks=tensor._group.size if cut else 1,  # type: ignore[attr-defined]
     )
