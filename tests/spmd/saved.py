@@ -26,7 +26,7 @@ from lightning_3d.parallel.pipeline.plan import PipelinePlan, Stage
 from lightning_3d.parallel.pipeline.presence import presence_of
 from lightning_3d.shards.layout import Layout
 from lightning_3d.shards.presence import Presence
-from lightning_3d.strategy.optimizers import take_out_absent
+from lightning_3d.strategy.optimizers import AbsentParameters
 from tests.spmd.packed import TIED, Stack, cut_over, cut_parameters, cuts_of, expected_part, mesh_of, packed_of
 
 CPU = torch.device("cpu")
@@ -136,7 +136,7 @@ def build(spec: MeshSpec, rank: int, seed: int) -> Run:
 def stepped_by(run: Run, optimizer: torch.optim.Optimizer) -> Run:
     """Returns a run with another optimizer, that has all parameters yet."""
     recorded = members_of(run.module, optimizer)
-    take_out_absent([optimizer])
+    AbsentParameters(run.module).take_out([optimizer])
     return replace(run, optimizer=optimizer, recorded=recorded)
 
 

@@ -25,7 +25,7 @@ from lightning_3d.checkpoint.store import CheckpointState, save
 from lightning_3d.errors import CheckpointError
 from lightning_3d.initial.broadcast import BufferBroadcast
 from lightning_3d.mesh.spec import MeshSpec
-from lightning_3d.strategy.optimizers import take_out_absent
+from lightning_3d.strategy.optimizers import AbsentParameters
 from tests.spmd.packed import TIED, mesh_of
 from tests.spmd.pool import run_spmd
 from tests.spmd.saved import ALONE, Run, build, stepped_by, trained
@@ -302,7 +302,7 @@ def adds_groups(rank: int, world: int, path: Path, distributed: bool) -> None:
         first, later = list(run.module.blocks.parameters()), list(run.module.odd.named_parameters())
         run = stepped_by(run, torch.optim.AdamW(first, lr=0.1))
         run.optimizer.add_param_group({"params": [*run.module.uneven.parameters(), *dict(later).values()]})
-        take_out_absent([run.optimizer])
+        AbsentParameters(run.module).take_out([run.optimizer])
         runs.append(run)
     run, fresh = runs
     run.train(range(STEPS))
