@@ -7,122 +7,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, ModelCheckpoint
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import CatMetric, MeanMetric, MetricCollection, SumMetric
-from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-from lightning_3d import Mesh3DPrecision
-from lightning_3d.errors import ModuleError
-from tests.parity.models import NextToken
-from tests.parity.tensor_models import PackedGPT
-from tests.spmd.fits import loader, normal
-from tests.spmd.pool import run_spmd
-from tests.spmd.tensor_runs import Ranks, seen_alike, tokens
-from tests.spmd.toys import CLASSES, WIDTH, Net, Plain
+from tests.spmd.pipeline_watched import TWO, Watched, samples, values, weights
+from tests.spmd.tensor_runs import Ranks, seen_alike
+from tests.spmd.toys import CLASSES
 
 pytestmark = [pytest.mark.spmd, pytest.mark.timeout(240)]
-
-TWO: dict[str, Any] = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
-
-
-def samples(count: int, size: int = 4, seed: int = 5) -> DataLoader[Any]:
-    """A loader in order; the last batch may be short."""
-    targets = torch.randint(0, CLASSES, (count,), generator=torch.Generator().manual_seed(seed))
-    return DataLoader(TensorDataset(normal(seed, count, WIDTH), targets), batch_size=size)
-
-
-class Watched(L.LightningModule):
-    """Logs in every way, keeps metrics of every kind, and writes down what its hooks see."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Net()
-        self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
-        self.counted = SumMetric()
-        self.all = CatMetric()
-        self.many = MetricCollection(
-            {"f1": MulticlassF1Score(CLASSES), "precise": MulticlassAccuracy(CLASSES, average="macro")}
-        )
-        self.val_accuracy, self.val_mean = MulticlassAccuracy(CLASSES), MeanMetric()
-        self.seen: dict[str, list[Any]] = {}
-
-    def note(self, name: str, value: Any) -> None:
-        self.seen.setdefault(name, []).append(value)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        logits: Tensor = self.model(inputs)
-        return logits
-
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        inputs, targets = batch
-        both: dict[str, Any] = {"on_step": True, "on_epoch": True}
-        # Of the batch alone, before the first block.
-        self.counted(torch.tensor(float(len(targets))))
-        self.log("counted", self.counted, **both)
-        self.log("samples", float(len(targets)), reduce_fx="sum", **both)
-        logits = self(inputs)
-        each = F.cross_entropy(logits, targets, reduction="none")
-        self.log("loss", each.mean(), prog_bar=True, sync_dist=True, **both)
-        self.log_dict({"largest": logits.max(), "smallest": logits.min()}, reduce_fx="max", on_epoch=True)
-        self.accuracy(logits, targets)
-        self.log("accuracy", self.accuracy, **both)
-        self.all.update(each)
-        self.log_dict(self.many(logits, targets), on_step=False, on_epoch=True)
-        return {"loss": each.mean(), "logits": logits, "spread": logits.std(), "text": "here"}
-
-    def on_before_backward(self, loss: Tensor) -> None:
-        assert loss.requires_grad
-        self.note("before_backward", float(loss.detach()))
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        assert outputs["logits"].shape == (len(batch[1]), CLASSES)
-        self.note("outputs", [float(outputs["loss"]), float(outputs["spread"]), outputs["text"]])
-        shown = self.trainer.progress_bar_metrics
-        self.note("bar", {name: float(value) for name, value in shown.items()})
-
-    def on_train_epoch_end(self) -> None:
-        self.note("all", self.all.compute().sort().values.double())
-        self.all.reset()
-        self.log_dict({f"epoch_{name}": value for name, value in self.many.compute().items()})
-        self.many.reset()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
-        inputs, targets = batch
-        logits = self(inputs)
-        self.log("val_loss", F.cross_entropy(logits, targets), sync_dist=True)
-        self.val_accuracy(logits, targets)
-        self.log("val_accuracy", self.val_accuracy)
-        self.val_mean.update(logits)
-        return logits
-
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.note("val_outputs", outputs)
-
-    def on_validation_epoch_end(self) -> None:
-        self.log("val_mean", self.val_mean.compute())
-        self.val_mean.reset()
-        self.note("called", self(normal(3, 2, WIDTH)))
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test_loss", F.cross_entropy(self(batch[0]), batch[1]))
-
-    def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
-        logits = self(batch[0])
-        return {"logits": logits, "best": logits.argmax(-1)}
-
-    def configure_optimizers(self) -> Any:
-        weights = [parameter for parameter in self.parameters() if parameter.dim() > 1]
-        others = [parameter for parameter in self.parameters() if parameter.dim() < 2]
-        groups = [{"params": weights, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=3e-2, fused=True)
-        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
 
 
 class Hooks(Callback):
@@ -145,15 +41,6 @@ class Hooks(Callback):
             return method(*args, **kwargs)
 
         owner.__dict__[name] = called
-
-
-def values(trainer: Trainer) -> dict[str, float]:
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}
-
-
-def weights(trainer: Trainer) -> dict[str, Tensor]:
-    strategy: Any = trainer.strategy
-    return {name: value for name, value in strategy.full_state_dict().items() if isinstance(value, Tensor)}
 
 
 # ---- everything at once ----
@@ -276,7 +163,7 @@ class Reads(Watched):
             hidden = block(hidden)
             if hidden.abs().max().item() > 1e6:
                 raise OverflowError
-        logits = self.model.head(hidden)
+        logits: Tensor = self.model.head(hidden)
         self.log("val_loss", F.cross_entropy(logits, batch[1]), sync_dist=True)
         self.val_accuracy(logits, batch[1])
         self.log("val_accuracy", self.val_accuracy)
@@ -314,155 +201,3 @@ def uneven(ranks: Ranks) -> Any:
 def test_uneven_validation_on_two_data_ranks() -> None:
     found = seen_alike(uneven, 4, **TWO, zero_stage=3)
     assert all({"val_loss", "val_accuracy", "val_mean"} <= set(each[0]) for each in found)
-
-
-# ---- what is refused ----
-
-
-class NoLoss(Watched):
-    """Has no loss for some batches."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = F.cross_entropy(self(batch[0]), batch[1])
-        return loss if batch_idx == 0 else None
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.note("loss", float(outputs["loss"]))
-
-
-class Lbfgs(Watched):
-    """All parameters in one vector."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters())
-
-
-class Manual(Watched):
-    """Goes backward itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
-REFUSED: dict[str, tuple[type[Watched], str]] = {
-    "no loss": (NoLoss, "training_step returned no loss for a micro-batch"),
-    "one vector": (Lbfgs, "LBFGS takes all parameters as one vector"),
-    "manual": (Manual, "Manual sets automatic_optimization=False"),
-}
-
-
-def refused(rank: int, world: int, names: list[str]) -> list[str]:
-    found = []
-    for name in names:
-        trainer = Ranks(world=world, strategy=TWO).trainer(strategy={"num_microbatches": 2})
-        # The other ranks learn of a failure by the end of the process group, which other cases need.
-        trainer.strategy.on_exception = lambda exception: None  # type: ignore[method-assign]
-        with pytest.raises(ModuleError) as caught:
-            trainer.fit(REFUSED[name][0](), samples(8), samples(4))
-        found.append(str(caught.value))
-    return found
-
-
-def test_errors_are_the_same_on_all_ranks() -> None:
-    first, second = run_spmd(refused, 2, list(REFUSED))
-    assert first == second
-    for text, (_, expected) in zip(first, REFUSED.values(), strict=True):
-        assert expected in text
-
-
-# ---- optimizers of parameters that are elsewhere ----
-
-
-class HeadOnly(Watched):
-    """Trains what the last stage has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model.blocks.requires_grad_(False)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW((each for each in self.parameters() if each.requires_grad), lr=0.1, foreach=True)
-
-
-class Thaws(BaseFinetuning):
-    """Lets the blocks train from the second epoch on."""
-
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.model.blocks)
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: torch.optim.Optimizer) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.model.blocks, optimizer, lr=1e-2)
-
-
-def head_only(ranks: Ranks) -> Any:
-    module = HeadOnly()
-    trainer = ranks.trainer(max_epochs=2, strategy={"num_microbatches": 2}, gradient_clip_val=0.1)
-    trainer.fit(module, samples(8), samples(4))
-    return values(trainer), weights(trainer)
-
-
-def thawed(ranks: Ranks) -> Any:
-    module, thaws = HeadOnly(), Thaws()
-    trainer = ranks.trainer(thaws, max_epochs=3, strategy={"num_microbatches": 2})
-    trainer.fit(module, samples(8), samples(4))
-    names = [group["params"] for group in thaws._internal_optimizer_metadata[0]]
-    return values(trainer), weights(trainer), names
-
-
-def test_an_optimizer_may_have_nothing_on_a_rank() -> None:
-    seen_alike(head_only, **TWO)
-
-
-def test_layers_that_are_thawed_train() -> None:
-    *_, names = seen_alike(thawed, **TWO)
-    assert [len(each) for each in names] == [2, 16]
-
-
-# ---- one loss scale ----
-
-
-def scaled(ranks: Ranks) -> Any:
-    torch.set_default_dtype(torch.float32)
-    module = Plain()
-    trainer = ranks.trainer(strategy={"num_microbatches": 2}, plugins=Mesh3DPrecision("16-mixed"), max_epochs=2)
-    batches = [(inputs.float(), targets) for inputs, targets in samples(8)]
-    # A loss that overflows on the last stage makes every rank skip its step.
-    batches[1][0].mul_(1e30)
-    trainer.fit(module, DataLoader(batches, batch_size=None))
-    assert trainer.precision_plugin.scaler is not None
-    return float(trainer.precision_plugin.scaler.get_scale()), trainer.global_step
-
-
-def test_all_ranks_have_one_loss_scale() -> None:
-    scale, _ = seen_alike(scaled, **TWO)
-    assert scale == 2.0**14
-
-
-# ---- metrics of ranks that see the same samples ----
-
-
-class Sums(NextToken):
-    """Counts samples."""
-
-    def __init__(self) -> None:
-        super().__init__(PackedGPT())
-        self.count = SumMetric()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.count.update(torch.tensor(float(len(batch[0]))))
-        self.log("count", self.count, on_step=False, on_epoch=True)
-        return super().training_step(batch, batch_idx)
-
-
-def counted(ranks: Ranks) -> Any:
-    trainer = ranks.trainer(strategy={"num_microbatches": 2})
-    trainer.fit(Sums(), loader(tokens(2)))
-    return values(trainer)
-
-
-@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
-def test_a_sample_counts_once(axis: str) -> None:
-    degrees = TWO if axis == "pipeline" else {}
-    assert seen_alike(counted, **degrees)["count"] == 8.0

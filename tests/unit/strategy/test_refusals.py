@@ -23,7 +23,7 @@ class Manual(Plain):
 
 
 class Backward(Plain):
-    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
         loss.backward()
 
 
