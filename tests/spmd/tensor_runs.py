@@ -79,7 +79,7 @@ def assert_same(found: Any, expected: Any, place: str, *, close: float = _CLOSE)
         assert difference.within(FP64), f"{place}: {difference}"
     elif isinstance(expected, Tensor):
         assert found.shape == expected.shape, place
-        torch.testing.assert_close(found, expected, rtol=close, atol=1e-12, msg=lambda text: f"{place}: {text}")
+        torch.testing.assert_close(found, expected, rtol=close, atol=1e-10, msg=lambda text: f"{place}: {text}")
     elif isinstance(expected, float):
         assert math.isclose(found, expected, rel_tol=close, abs_tol=1e-12), f"{place}: {found} instead of {expected}"
     elif isinstance(expected, dict):

@@ -47,8 +47,9 @@ def test_what_is_no_copy_has_no_original(other: nn.Module) -> None:
     assert not found(Learner(other), "model.")
 
 
-def test_what_is_used_is_no_copy() -> None:
-    assert not found(Learner(Pair()), "model.", "other.second.bias")
+def test_of_what_is_used_in_part_only_the_rest_is_a_copy() -> None:
+    copies = found(Learner(Pair()), "model.", "other.second.bias")
+    assert copies == {f"other.first.0.{name}": f"model.first.0.{name}" for name in ("weight", "bias")}
 
 
 def test_ties_inside_go_by_first_names() -> None:
