@@ -83,9 +83,9 @@ def _value(index: int, value: Tensor) -> Value:
     return Value(origin=origin, shape=tuple(value.shape), dtype=value.dtype, requires_grad=value.requires_grad)
 
 
-def plan_of(schedule: str, ranks: int) -> PipelinePlan:
+def plan_of(schedule: str, ranks: int, stages_per_rank: int | None = None) -> PipelinePlan:
     """A plan of one block for each stage."""
-    per_rank = 1 if schedule in ONE_STAGE_SCHEDULES else 2
+    per_rank = stages_per_rank or (1 if schedule in ONE_STAGE_SCHEDULES else 2)
     placed = ranks_of_stages(schedule, ranks, per_rank)
     stages = tuple(Stage(index=index, rank=rank, first=index, end=index + 1) for index, rank in enumerate(placed))
     blocks = tuple(f"stages.{stage}" for stage in range(len(placed)))
@@ -105,10 +105,11 @@ class Pipeline:
         dtype: torch.dtype = torch.float64,
         whole_backward: bool = False,
         lazy_units: bool = False,
+        stages_per_rank: int | None = None,
     ) -> None:
         self.group = dist.distributed_c10d._get_default_group()
         self.rank = dist.get_rank()
-        self.plan = plan_of(schedule, dist.get_world_size())
+        self.plan = plan_of(schedule, dist.get_world_size(), stages_per_rank)
         self.whole, self.net = (self._made(make, dtype) for _ in range(2))
         self.runs = Runs(self.net, [])
         self.own = [stage.index for stage in self.plan.stages_of(self.rank)]

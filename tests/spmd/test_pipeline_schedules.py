@@ -34,6 +34,18 @@ def test_any_number_of_microbatches(schedule: str, ranks: int) -> None:
     run_spmd(counts, ranks, schedule)
 
 
+def three_stages(rank: int, world: int) -> None:
+    for schedule in ("loopedbfs", "interleaved1f1b", "interleavedzerobubble"):
+        pipeline = Pipeline(schedule, stages_per_rank=3)
+        for count in (1, 4, 5):
+            pipeline.train(batch_of(*[3] * count))
+            pipeline.evaluate(batch_of(*[3] * count))
+
+
+def test_three_stages_on_a_rank() -> None:
+    run_spmd(three_stages, 2)
+
+
 def shapes(rank: int, world: int) -> None:
     for schedule in SCHEDULES:
         pipeline = Pipeline(schedule, Skips)
