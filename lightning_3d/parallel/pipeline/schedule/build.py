@@ -30,8 +30,8 @@ def build_schedule(name: str, stages: Sequence[ScheduledStage], *, microbatches:
         lazy_units: Units are gathered by their own forward and backward, not for a whole stage ahead.
     """
     schedule = _made(name, stages, microbatches, loss_fn=_only)
-    if lazy_units and name not in ONE_STAGE_SCHEDULES:
-        _leave_units(schedule)
+    if name not in ONE_STAGE_SCHEDULES:
+        _leave_units(schedule, lazy=lazy_units)
     return schedule
 
 
@@ -52,8 +52,7 @@ def build_forward_schedule(name: str, stages: Sequence[ScheduledStage], *, micro
     schedule.pipeline_order_with_comms = {
         rank: [action for action in order if action.computation_type in _FORWARD] for rank, order in orders.items()
     }
-    if lazy_units:
-        _leave_units(schedule)
+    _leave_units(schedule, lazy=lazy_units)
     return schedule
 
 
@@ -67,12 +66,19 @@ def _only(outputs: tuple[Tensor, ...], target: Tensor) -> Tensor:
     return loss
 
 
-def _leave_units(schedule: Any) -> None:
-    """Has the schedule take the units of its stages for gathered, which asks it not to gather or cut them."""
-    schedule.register_custom_function(
-        _ComputationType.UNSHARD, lambda action, context: context.schedule_ref.unsharded_stages.add(action.stage_index)
-    )
+def _leave_units(schedule: Any, *, lazy: bool) -> None:
+    """Has units decide themselves when they let go, for they may stay gathered until the optimizer step.
+
+    Args:
+        schedule: The schedule.
+        lazy: They decide when they are gathered too, instead of all of a stage ahead of its first forward.
+    """
     schedule.register_custom_function(
         _ComputationType.RESHARD,
         lambda action, context: context.schedule_ref.unsharded_stages.discard(action.stage_index),
     )
+    if lazy:
+        schedule.register_custom_function(
+            _ComputationType.UNSHARD,
+            lambda action, context: context.schedule_ref.unsharded_stages.add(action.stage_index),
+        )

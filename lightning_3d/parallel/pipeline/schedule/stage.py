@@ -96,6 +96,9 @@ class ScheduledStage(PipelineStage):
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad.clone()
 
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Nothing to clean up. Torch would drop all gradients that other schedules have brought since the last step."""
+
     def _splits(self, microbatch: int, loss: Tensor | None) -> bool:
         if self._whole is None:
             return False
