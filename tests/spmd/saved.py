@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,7 @@ class Run:
 
 
 def build(spec: MeshSpec, rank: int, seed: int) -> Run:
-    """Builds a module, cuts it over a mesh and makes an optimizer of two groups in another order than the module's."""
+    """Builds a module, cuts it over a mesh and makes an optimizer."""
     torch.manual_seed(seed)
     module = Stack().double()
     module.norm.bias.requires_grad_(False)
@@ -120,23 +120,26 @@ def build(spec: MeshSpec, rank: int, seed: int) -> Run:
         presence = cut_in_stages(module, spec)
     elif spec != ALONE:
         cut_over(module, spec)
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad][::-1]
-    groups = [{"params": parameters[:4], "weight_decay": 0.3}, {"params": parameters[4:]}]
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(()))])
     run = Run(
-        spec=spec,
-        rank=rank,
-        module=module,
-        optimizer=torch.optim.AdamW(groups, lr=0.1),
-        presence=presence,
-        layouts=packed_of(spec.tensor),
+        spec=spec, rank=rank, module=module, optimizer=optimizer, presence=presence, layouts=packed_of(spec.tensor)
     )
-    return stepped_by(run, run.optimizer)
+    return stepped_by(run, two_groups)
 
 
-def stepped_by(run: Run, optimizer: torch.optim.Optimizer) -> Run:
-    """Returns a run with another optimizer, that has all parameters yet."""
-    recorded = members_of(run.module, optimizer)
-    AbsentParameters(run.module).take_out([optimizer])
+def two_groups(module: Stack) -> torch.optim.Optimizer:
+    """Makes an optimizer of what trains, in another order than the module's."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad][::-1]
+    return torch.optim.AdamW([{"params": parameters[:4], "weight_decay": 0.3}, {"params": parameters[4:]}], lr=0.1)
+
+
+def stepped_by(run: Run, make: Callable[[Stack], torch.optim.Optimizer]) -> Run:
+    """Returns a run with an optimizer that was made while all parameters seemed to be there."""
+    absent = AbsentParameters(run.module)
+    with absent.shown(CPU):
+        optimizer = make(run.module)
+        recorded = members_of(run.module, optimizer)
+    absent.take_out([optimizer])
     return replace(run, optimizer=optimizer, recorded=recorded)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from lightning_3d.checkpoint.absent import ABSENT, AbsentTensor
@@ -251,14 +251,17 @@ def test_hooks_move_weights_between_stages_and_what_is_missing_is_named(tmp_path
     assert "2 missing (norm.weight, odd.bias)" in errors[0]
 
 
+def trained_parts(module: nn.Module, but: str = " ") -> list[nn.Parameter]:
+    return [parameter for name, parameter in module.named_parameters() if parameter.requires_grad and but not in name]
+
+
 def refuses(rank: int, world: int, path: Path, distributed: bool) -> list[str]:
     run = build(PIPE, rank, seed=1)
     run.save(path, distributed=distributed)
     found = []
     fresh = build(PIPE, rank, seed=1)
-    # One optimizer less of what was saved: a parameter of the second stage, and one of the first.
-    parameters = [parameter for name, parameter in fresh.module.named_parameters() if "fused" not in name]
-    fewer = stepped_by(fresh, torch.optim.AdamW(parameters, lr=0.1))
+    # Without some parameters of both stages.
+    fewer = stepped_by(fresh, lambda module: torch.optim.AdamW(trained_parts(module, but="fused"), lr=0.1))
     with pytest.raises(CheckpointError) as caught:
         fewer.load(path)
     found.append(str(caught.value))
@@ -280,8 +283,7 @@ def resumes_other_optimizers(rank: int, world: int, path: Path, kind: str, distr
     runs = []
     for seed in (1, 2):
         run = build(PIPE, rank, seed=seed)
-        parameters = [parameter for parameter in run.module.parameters() if parameter.requires_grad]
-        runs.append(stepped_by(run, getattr(torch.optim, kind)(parameters, lr=0.1)))
+        runs.append(stepped_by(run, lambda module: getattr(torch.optim, kind)(trained_parts(module), lr=0.1)))
     run, fresh = runs
     run.train(range(STEPS))
     run.save(path, distributed=distributed)
@@ -299,9 +301,8 @@ def adds_groups(rank: int, world: int, path: Path, distributed: bool) -> None:
     runs = []
     for seed in (1, 2):
         run = build(PIPE, rank, seed=seed)
-        first, later = list(run.module.blocks.parameters()), list(run.module.odd.named_parameters())
-        run = stepped_by(run, torch.optim.AdamW(first, lr=0.1))
-        run.optimizer.add_param_group({"params": [*run.module.uneven.parameters(), *dict(later).values()]})
+        run = stepped_by(run, lambda module: torch.optim.AdamW(module.blocks.parameters(), lr=0.1))
+        run.optimizer.add_param_group({"params": [*run.module.uneven.parameters(), *run.module.odd.parameters()]})
         AbsentParameters(run.module).take_out([run.optimizer])
         runs.append(run)
     run, fresh = runs
@@ -320,12 +321,12 @@ def test_groups_that_were_added_later(tmp_path: Path, distributed: bool) -> None
     run_spmd(adds_groups, 2, tmp_path / "a.ckpt", distributed)
 
 
-class Tally(torch.nn.Module):
+class Tally(nn.Module):
     """Extra state beside a buffer."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.weight = nn.Parameter(torch.zeros(1))
         self.register_buffer("total", torch.tensor(float(count)))
         self.count = count
 
@@ -341,14 +342,14 @@ def has_other_state(rank: int, world: int, path: Path, distributed: bool) -> Non
     presence = run.presence
     assert presence is not None
     presence = replace(presence, modules={"0": 0, "1": 1}, others=1)
-    module = torch.nn.Sequential(Tally(10 + rank), Tally(20 + rank), Tally(30 + rank))
+    module = nn.Sequential(Tally(10 + rank), Tally(20 + rank), Tally(30 + rank))
     BufferBroadcast(module, presence.group, presence.source)()
     assert [part.total.item() for part in module] == [10, 21, 31]
     state = with_other_state(module.state_dict(), module, presence)
     assert [state[f"{at}._extra_state"] for at in range(3)] == [10, 21, 31]
     content = CheckpointState.of({"state_dict": state}, presence=presence)
     save(path, content, distributed=distributed, group=run.group)
-    fresh = torch.nn.Sequential(Tally(0), Tally(0), Tally(0))
+    fresh = nn.Sequential(Tally(0), Tally(0), Tally(0))
     stored = open_checkpoint(path, weights_only=None, group=run.group)
     load_module(stored, fresh, strict=True, group=run.group, presence=presence)
     assert [(part.total.item(), part.count) for part in fresh] == [(10, 10), (21, 21), (31, 31)]
