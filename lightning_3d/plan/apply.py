@@ -73,12 +73,8 @@ def apply_plan(
         # What is real already; what is recorded needs no communication.
         broadcast_module(module, world)
     hooks = forward_hooks(module)
-    applied = presence = None
-    absent: frozenset[str] = frozenset()
-    if plan.pipeline is not None:
-        group = pipeline_mesh(mesh).get_group()
-        presence = presence_of(plan.pipeline, group, device)
-        applied, absent = apply_pipeline(module, plan.pipeline, group.rank()), presence.absent
+    presence, stages = _cut_stages(module, plan, mesh, device)
+    absent = frozenset[str]() if presence is None else presence.absent
     tensor = None
     if plan.tensor is not None:
         axis = tensor_mesh(mesh)
@@ -92,24 +88,34 @@ def apply_plan(
             partial=plan.tensor.partial if partial_gradients else (),
             absent=absent,
         )
-    data = _apply_data(module, plan, mesh, applied, device=None if tape is not None else device, policy=policy)
+    data = _apply_data(module, plan, mesh, stages, device=None if tape is not None else device, policy=policy)
     if tape is not None:
         parameters_on = torch.device("cpu") if plan.data.cpu_offload else None
         materialise(module, tape, device=device, parameters_on=parameters_on, layouts=plan.layouts, absent=absent)
     let_rest(module, plan.layouts, TENSOR_AXIS)
     if tensor is not None:
         tensor.settle()
-    if applied is None or presence is None:
+    if stages is None or presence is None:
         return MeshEngine(data, tensor)
     runs = _runs(module, plan, presence, hooks, streams, tensor)
-    return MeshEngine(data, tensor, _stages(module, plan, mesh, applied, presence, runs))
+    return MeshEngine(data, tensor, _stages(module, plan, mesh, stages, presence, runs))
+
+
+def _cut_stages(
+    module: nn.Module, plan: Plan, mesh: DeviceMesh, device: torch.device
+) -> tuple[Presence | None, AppliedStages | None]:
+    """Frees what other pipeline ranks own; says who has what, and has a module for each stage of this rank."""
+    if plan.pipeline is None:
+        return None, None
+    group = pipeline_mesh(mesh).get_group()
+    return presence_of(plan.pipeline, group, device), apply_pipeline(module, plan.pipeline, group.rank())
 
 
 def _apply_data(
     module: nn.Module,
     plan: Plan,
     mesh: DeviceMesh,
-    applied: AppliedStages | None,
+    stages: AppliedStages | None,
     *,
     device: torch.device | None,
     policy: MixedPrecisionPolicy | None,
@@ -120,9 +126,9 @@ def _apply_data(
     elif device is not None:
         move_scalars(module, device)
     axis = data_mesh(mesh) if plan.data.zero_stage else data_axis_mesh(mesh)
-    if applied is None:
+    if stages is None:
         return apply_data(module, plan.data, axis, policy=policy)
-    return apply_stage_data(applied.stages, module, plan.data, axis, policy=policy)
+    return apply_stage_data(stages.stages, module, plan.data, axis, policy=policy)
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
@@ -168,8 +174,7 @@ def _stages(
         runs,
         presence.group,
         device,
-        # Where gradients arrive through hooks, or at leaves that are not the parameters.
-        whole_backward=plan.data.engine != "none" or plan.tensor is not None,
+        whole_backward=plan.whole_backward,
         lazy_units=plan.data.engine == "fully_shard" and plan.data.zero_stage == 3,
     )
     gradients = SharedGradients(dict(module.named_parameters()), pipeline.shared, mesh, device=device)

@@ -51,7 +51,7 @@ def test_possible(values: dict[str, Any]) -> None:
         ({"data_parallel_size": 6, "data_replicate_size": 4}, "must divide data_parallel_size=6, so one of 1, 2, 3, 6"),
         ({"zero_stage": 0, "data_replicate_size": 2}, "needs shards, so zero_stage 1, 2 or 3"),
         ({"zero_stage": 0, "cpu_offload": True}, "needs shards, so zero_stage 1, 2 or 3"),
-        ({"pipeline_schedule": "zbvzerobubble", "stages_per_rank": 1}, "stages_per_rank=1 must be 2 with pipeline_sched"),
+        ({"pipeline_schedule": "zbvzerobubble", "stages_per_rank": 1}, "stages_per_rank=1 must be 2 with pipeline_s"),
         ({"pipeline_schedule": "loopedbfs", "stages_per_rank": 1}, "stages_per_rank=1 must be 2 or more with pipeline"),
         ({"stages_per_rank": 2}, "stages_per_rank=2 must be 1 with pipeline_schedule=1f1b"),
         ({"pipeline_parallel_size": 2, "layers_per_stage": [4]}, "layers_per_stage has 1 entries, must have 2"),
