@@ -1,1 +1,7 @@
-"""Lightning callbacks that know about meshes but need no strategy of ours."""
+"""Lightning callbacks that know about meshes; all of them run with any strategy, and do what they can."""
+
+from lightning_3d.callbacks.checkpoint import EndCheckpoint
+from lightning_3d.callbacks.throughput import Throughput
+from lightning_3d.callbacks.timeline import PipelineTimeline
+
+__all__ = ["EndCheckpoint", "PipelineTimeline", "Throughput"]

@@ -52,6 +52,11 @@ class Plan:
         """How the tensor axis cuts parameters, by their first names."""
         return _NO_LAYOUTS if self.tensor is None else self.tensor.layouts
 
+    @property
+    def whole_backward(self) -> bool:
+        """Whether no stage splits a backward: gradients arrive in hooks, or at leaves that are no parameters."""
+        return self.data.engine != "none" or self.tensor is not None
+
     def __str__(self) -> str:
         stacks = ", ".join(str(stack) for stack in self.stacks) or "none found"
         rows = {"mesh": self.mesh, "model": self.parameters, "stacks": stacks, "data axis": self.data}

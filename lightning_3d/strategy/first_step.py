@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils._pytree import tree_unflatten
 
+from lightning_3d.batches.micro import MicroBatches
 from lightning_3d.batches.peek import first_batch
 from lightning_3d.errors import BatchError
 from lightning_3d.graph.calls import shadow
@@ -57,6 +58,7 @@ class FirstStep:
     Attributes:
         method: Name of the module's method.
         args: Its arguments, the batch first.
+        microbatches: In how many the batch was cut.
         begun: Gives back, when a loader is used, what had to be taken out of it.
 
     Args:
@@ -64,7 +66,7 @@ class FirstStep:
         module: The module.
         precision: Gives the step its context, and batches their dtype.
         data_rank: This rank's position on the data axis, for the seeds of loaders' workers.
-        part: Returns the part of the batch that the step is run with.
+        cut: Cuts the batch; the step is run with the first micro-batch.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class FirstStep:
         precision: Mesh3DPrecision,
         *,
         data_rank: int,
-        part: Callable[[Any], Any] | None = None,
+        cut: MicroBatches | None = None,
     ) -> None:
         self._trainer = trainer
         self._module = module
@@ -86,7 +88,10 @@ class FirstStep:
         self.begun = BegunLoaders()
         self.method = f"{self._stage}_step"
         batch, *rest = self._first_arguments()
-        self.args = (batch if part is None else part(batch), *rest)
+        self.microbatches = 1
+        if cut is not None:
+            self.microbatches, batch = len(cut.sizes(batch)), cut.first(batch)
+        self.args = (batch, *rest)
 
     def __call__(self) -> Any:
         """Runs the step and returns its output."""

@@ -21,6 +21,7 @@ from lightning_3d.graph.parameters import class_name
 from lightning_3d.initial.broadcast import BufferBroadcast
 from lightning_3d.initial.replay import InitTape
 from lightning_3d.mesh.spec import MeshSpec
+from lightning_3d.parallel.pipeline.report import PipelineReport
 from lightning_3d.parallel.tensor.proof.result import Proof, Skipped
 from lightning_3d.parallel.tensor.replay.block import BlockReport
 from lightning_3d.plan import MeshEngine, Plan, apply_plan, make_plan
@@ -49,6 +50,7 @@ class AppliedModule:
         layouts: How the tensor axis cuts parameters, by every name that a checkpoint has for them.
         proof: Whether the plan of its tensor axis was proved; None without one.
         presence: What the ranks of its pipeline have; None without a pipeline axis.
+        pipeline_report: What its pipeline costs; None without a pipeline axis.
     """
 
     module: LightningModule
@@ -59,9 +61,11 @@ class AppliedModule:
     layouts: Mapping[str, Layout]
     proof: Proof | Skipped | None = None
     presence: Presence | None = None
+    pipeline_report: PipelineReport | None = None
 
     def __str__(self) -> str:
         lines = [str(self.plan)]
+        lines += [str(self.pipeline_report)] if self.pipeline_report is not None else []
         lines += [f"proof      {self.proof}"] if self.proof is not None else []
         lines += [f"replay     {line}" for line in _folded(self.engine.reports())]
         return "\n".join(lines)
@@ -126,6 +130,19 @@ def apply_module(
         layouts=every_name(module, plan.layouts),
         proof=proof,
         presence=None if engine.stages is None else engine.stages.presence,
+        pipeline_report=None if step is None else _pipeline_report(plan, step.microbatches, module),
+    )
+
+
+def _pipeline_report(plan: Plan, microbatches: int, module: LightningModule) -> PipelineReport | None:
+    if plan.pipeline is None:
+        return None
+    return PipelineReport(
+        plan=plan.pipeline,
+        parameters=plan.parameters,
+        microbatches=microbatches,
+        batches=int(module.trainer.accumulate_grad_batches),
+        whole_backward=plan.whole_backward,
     )
 
 

@@ -22,10 +22,10 @@ from lightning_3d.errors import ModuleError
 from lightning_3d.initial.record import InitRecorder
 from lightning_3d.initial.replay import InitTape
 from lightning_3d.mesh.spec import MODEL_GROUP
-from lightning_3d.mesh.topology import Topology
 from lightning_3d.plan import ReplayOptions, unwatch_calls, watch_calls
 from lightning_3d.strategy.ends import check_enough_samples
 from lightning_3d.strategy.evaluation import Evaluator
+from lightning_3d.strategy.explaining import ExplainingStrategy
 from lightning_3d.strategy.first_step import BegunLoaders, FirstStep
 from lightning_3d.strategy.life import (
     AppliedModule,
@@ -41,10 +41,9 @@ from lightning_3d.strategy.replicas import share_generators
 from lightning_3d.strategy.run import evaluate_without_inference_mode
 from lightning_3d.strategy.runner import BatchRunner
 from lightning_3d.strategy.runners import make_runner, relay_of
-from lightning_3d.strategy.saving import SavingStrategy
 
 
-class Mesh3DStrategy(SavingStrategy):
+class Mesh3DStrategy(ExplainingStrategy):
     """Trains an unmodified LightningModule on a data x pipeline x tensor mesh, with the numbers of one device.
 
     All arguments are keyword-only and plain values, so that Hydra and LightningCLI can build the strategy. Precision
@@ -135,11 +134,6 @@ class Mesh3DStrategy(SavingStrategy):
         self._metrics: MetricDoors | None = None
         self._evaluator: Evaluator | None = None
 
-    def explain(self) -> str:
-        """Returns the plan and the map of ranks to nodes as text; known once the Trainer has set the module up."""
-        topology = Topology(spec=self.mesh_spec, devices_per_node=self.num_processes)
-        return "\n".join([str(self._module_on_mesh), "", str(topology), *topology.advice()])
-
     # ---- the module ----
 
     @contextmanager
@@ -211,8 +205,8 @@ class Mesh3DStrategy(SavingStrategy):
             step = None
             if self.mesh_spec.size(MODEL_GROUP) > 1:
                 share_generators(self._on_mesh.model_group)
-                part = MicroBatches(module, self.config).first if pipelined else None
-                step = FirstStep(module.trainer, module, self._precision, data_rank=self.data_rank, part=part)
+                cut = MicroBatches(module, self.config) if pipelined else None
+                step = FirstStep(module.trainer, module, self._precision, data_rank=self.data_rank, cut=cut)
                 # Not the step itself: its batch must not live as long as the run.
                 self._begun_loaders = step.begun
             self._applied = apply_module(
@@ -226,7 +220,7 @@ class Mesh3DStrategy(SavingStrategy):
             )
             self._tape = None
             if self.config.explain:
-                rank_zero_info(self.explain())
+                rank_zero_info("the plan of this run\n%s", self.explain())
         return self._applied
 
     @property

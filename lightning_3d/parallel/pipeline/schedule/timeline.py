@@ -114,8 +114,15 @@ class Timeline:
         Raises:
             ConfigError: matplotlib is not installed.
         """
-        figure = _figure(self.ranks)
-        axes: Any = figure.subplots()
+        save_png(path, {title: self})
+
+    def draw(self, axes: Any, title: str = "") -> None:
+        """Draws the bars into a picture of somebody else's.
+
+        Args:
+            axes: Axes of matplotlib.
+            title: What stands above them.
+        """
         for event in self.events:
             start, length = event.start - self.start, event.end - event.start
             color = _COLORS[event.action.kind]
@@ -130,7 +137,6 @@ class Timeline:
         shown = [kind for kind in _COLORS if any(event.action.kind == kind for event in self.events)]
         bars = [axes.barh(0, 0, color=_COLORS[kind]) for kind in shown]
         axes.legend(bars, [_MEANINGS[kind] for kind in shown], loc="upper right", fontsize=7)
-        figure.savefig(path)
 
     def __str__(self) -> str:
         return self.text()
@@ -151,7 +157,24 @@ class Timeline:
         return "".join(cells).rstrip()
 
 
-def _figure(rows: int) -> Any:
+def save_png(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
+    """Draws some timelines below each other.
+
+    Args:
+        path: Where the picture is written.
+        timelines: What stands above each, and the timeline.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    figure = _figure(sum(2.0 + timeline.ranks * 0.45 for timeline in timelines.values()))
+    rows = figure.subplots(len(timelines), squeeze=False)
+    for (axes,), (title, timeline) in zip(rows, timelines.items(), strict=True):
+        timeline.draw(axes, title)
+    figure.savefig(path)
+
+
+def _figure(height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -159,4 +182,4 @@ def _figure(rows: int) -> Any:
             "a picture of a timeline needs matplotlib, which is not installed.",
             fix="install lightning-3d[plot], or print the timeline as text",
         ) from error
-    return Figure(figsize=(_INCHES, 1.2 + 0.45 * rows), layout="constrained")
+    return Figure(figsize=(_INCHES, height), layout="constrained")
