@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -43,18 +43,30 @@ class Operation:
     Attributes:
         name: What users call it.
         kind: What it does; a reduction may still have dims.
-        writes: Whether it writes to its first argument.
-        writes_several: Whether it writes to more than that.
+        written: Positions and names of the arguments that it writes to.
         sums: Whether zeros in addition make no difference to it.
         dims: Position of the argument that names dims; None if there is none.
     """
 
     name: str
     kind: Kind
-    writes: bool
-    writes_several: bool
+    written: tuple[tuple[int, str], ...]
     sums: bool
     dims: int | None
+
+    @property
+    def writes(self) -> bool:
+        """Whether it writes to its first argument."""
+        return bool(self.written) and self.written[0][0] == 0
+
+    @property
+    def writes_several(self) -> bool:
+        """Whether it writes to more than one argument."""
+        return len(self.written) > 1
+
+    def targets(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+        """Returns what a call writes to: tensors, or lists of them."""
+        return (args[index] if index < len(args) else kwargs.get(name) for index, name in self.written)
 
     def reduces_all(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call is the reduction of all elements to one number."""
@@ -70,13 +82,12 @@ def operation(function: OpOverload) -> Operation:
     """Returns what is known of an operation."""
     schema = function._schema
     name = function.overloadpacket.__name__
-    names = [argument.name for argument in schema.arguments]
-    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
+    arguments = [*enumerate(schema.arguments)]
+    names = [argument.name for _, argument in arguments]
     return Operation(
         name=name,
         kind=_kind(function, name),
-        writes=any(written[:1]),
-        writes_several=sum(written) > 1,
+        written=tuple((i, each.name) for i, each in arguments if each.alias_info and each.alias_info.is_write),
         sums=name in _SUMS,
         dims=names.index("dim") if "dim" in names else None,
     )

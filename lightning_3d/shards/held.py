@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from typing_extensions import Self
 
+from lightning_3d.errors import ModuleError
 from lightning_3d.shards.layout import Layout
 
 
@@ -215,6 +216,25 @@ class Held:
         """Makes zero what is no element of the tensor."""
         end = max((run.start + run.sizes[self.dim] for run in self.runs), default=0)
         part.narrow(self.dim, end, part.shape[self.dim] - end).zero_()
+
+    def refusal(self, act: str, reason: str = "", *, fix: str | None = None) -> ModuleError:
+        """Returns the error of what would not be exact.
+
+        Args:
+            act: What somebody does with the tensor.
+            reason: More about it.
+            fix: What to do instead.
+        """
+        return ModuleError(
+            f"{act} on parameter '{self.name}', or on its gradient or what was computed from it, of shape "
+            f"{tuple(self.shape)}: between steps each rank holds a part of it ({self})."
+            + (f" {reason}" if reason else ""),
+            valid="what acts on each element alone, together with tensors held alike or whole; norms and sums of all; "
+            "tensor[...] = value; tensor.copy_(whole)",
+            fix=fix
+            or f"whole = trainer.strategy.full_tensor({self.name!r}, tensor) on every rank, and tensor.copy_(whole) to "
+            "write",
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self

@@ -6,8 +6,8 @@ to copies where a part of a cut tensor is asked for, and does nothing when ``.da
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from lightning_3d.errors import ModuleError
 from lightning_3d.shards.elementwise import Operation, operation
 from lightning_3d.shards.held import Held, in_order
 from lightning_3d.shards.layout import Layout
+from lightning_3d.shards.writes import Writes, count_writes, tensors_in
 
 # What stands in C behind these attributes of every tensor.
 _DATA: Any = Tensor.data
@@ -53,6 +54,7 @@ class Resting(DTensor):
 
     __slots__ = ()
     _held: Held
+    _writes: Writes
 
     @classmethod
     @override
@@ -60,18 +62,9 @@ class Resting(DTensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         act, options = operation(func), kwargs or {}
-        try:
-            if act.kind == "each":
-                return _each(func, act, args, options)
-            if act.kind == "lists":
-                return _lists(func, act, args, options)
-            if act.kind == "draws" and isinstance(args[0], Resting):
-                return _draw(func, act, args, options)
-            if act.kind == "compares":
-                return _equal(func, *args)
-        except _UnlikeError:
-            pass
-        return _by_torch(func, act, args, options)
+        result = _run(func, act, args, options)
+        count_writes(act.targets(args, options))
+        return result
 
     @property
     def data(self) -> Tensor:
@@ -100,9 +93,17 @@ class Resting(DTensor):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if value is not None and not isinstance(value, DTensor) and value.shape == self._held.shape:
+        if isinstance(value, DTensor):
+            self._check_gradient(value)
+        elif value is not None and value.shape == self._held.shape:
             value = _like(self, self._held.part(value, self._local_tensor).clone())
         _GRAD.__set__(self, value)
+
+    def _check_gradient(self, value: DTensor) -> None:
+        """Refuses a DTensor whose rows may be others'; those that torch or we make for the parameter share its spec."""
+        alike = value._held == self._held if isinstance(value, Resting) else value._spec is self._spec
+        if not (alike or self._held.in_order):
+            raise self._held.refusal("grad = a DTensor whose rows may lie in another order")
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Writes to some elements, named as in the whole tensor."""
@@ -126,13 +127,30 @@ class Resting(DTensor):
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """DTensor's own, for those whose order it knows."""
         if not self._held.in_order:
-            _refuse("redistribute", self)
+            raise self._held.refusal("redistribute")
         return super().redistribute(*args, **kwargs)
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
+        self._check_saving()
         # Files are read where this class is not known.
         return _bare(self).__reduce_ex__(protocol)
+
+    @override
+    def __create_write_items__(self, *args: Any) -> Any:
+        self._check_saving()
+        return super().__create_write_items__(*args)
+
+    @override
+    def __create_chunk_list__(self) -> Any:
+        self._check_saving()
+        return super().__create_chunk_list__()  # type: ignore[no-untyped-call]
+
+    def _check_saving(self) -> None:
+        """Refuses to be written in the order of the ranks, or read in it."""
+        if not self._held.in_order:
+            act, whole = "saving as it lies", f"trainer.strategy.full_tensor({self._held.name!r}, tensor)"
+            raise self._held.refusal(act, fix=f"trainer.save_checkpoint(path), or {whole} on every rank, to save that")
 
 
 class _Window(DTensor):
@@ -140,6 +158,7 @@ class _Window(DTensor):
 
     __slots__ = ()
     _of: Resting
+    _writes: Writes
     _copied: bool
 
     @classmethod
@@ -150,8 +169,10 @@ class _Window(DTensor):
         act = operation(func)
         target = args[0] if args else None
         if act.writes and isinstance(target, _Window) and target._copied:
-            _refuse(f"{act.name}, which would write to a copy of a part", target._of)
-        return _by_torch(func, act, args, kwargs or {})
+            raise target._of._held.refusal(f"{act.name}, which would write to a copy of a part")
+        result = _by_torch(func, act, args, kwargs or {})
+        count_writes(act.targets(args, kwargs or {}))
+        return result
 
 
 class _UnlikeError(Exception):
@@ -161,19 +182,25 @@ class _UnlikeError(Exception):
 def _adopt(tensor: DTensor, held: Held) -> None:
     """Makes a DTensor a resting one in place."""
     resting: Any = tensor
-    resting._held = held
+    resting._held, resting._writes = held, Writes()
     resting.__class__ = Resting
 
 
-def _like(resting: Resting, local: Tensor) -> Resting:
-    """Returns a tensor that is held as another."""
+def _like(resting: Resting, local: Tensor, writes: Writes | None = None) -> Resting:
+    """Returns a tensor that is held as another.
+
+    Args:
+        resting: The other.
+        local: The local part.
+        writes: Counts what is written to the memory of ``local``; None for new memory.
+    """
     spec = resting._spec
     meta = spec.tensor_meta
     assert meta is not None, "it was made from a tensor"
     if meta.dtype is not local.dtype:
         spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(meta.shape, meta.stride, local.dtype))
     made: Any = DTensor.__new__(Resting, local, spec, requires_grad=False)
-    made._held = resting._held
+    made._held, made._writes = resting._held, writes or Writes()
     return cast(Resting, made)
 
 
@@ -186,6 +213,21 @@ def _bare(value: Any) -> Any:
     return DTensor.__new__(DTensor, value._local_tensor, value._spec, requires_grad=value.requires_grad)
 
 
+def _run(func: OpOverload, act: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    try:
+        if act.kind == "each":
+            return _each(func, act, args, kwargs)
+        if act.kind == "lists":
+            return _lists(func, act, args, kwargs)
+        if act.kind == "draws" and isinstance(args[0], Resting):
+            return _draw(func, act, args, kwargs)
+        if act.kind == "compares":
+            return _equal(func, *args)
+    except _UnlikeError:
+        pass
+    return _by_torch(func, act, args, kwargs)
+
+
 # ---- on local parts ----
 
 
@@ -193,6 +235,9 @@ def _each(func: OpOverload, act: Operation, args: Sequence[Any], kwargs: Mapping
     anchor = _anchor(args[:1] if act.writes else (*args, *kwargs.values()))
     if anchor is None:
         raise _UnlikeError
+    if func.is_view:
+        # The local part itself, whose own writes torch counts.
+        return _like(anchor, anchor._local_tensor, anchor._writes)
     result = func(
         *[_local(value, anchor) for value in args],
         **{name: _local(value, anchor) for name, value in kwargs.items()},
@@ -212,7 +257,9 @@ def _lists(func: OpOverload, act: Operation, args: Sequence[Any], kwargs: Mappin
     """An operation on the tensors of several lists, all first ones, all second ones, and so on."""
     rows = {i: row for i, row in enumerate(args) if isinstance(row, list | tuple) and len(row) == len(args[0])}
     anchors = [_anchor(beside[:1] if act.writes else beside) for beside in zip(*rows.values(), strict=True)]
-    if act.writes_several and any(value.dim() and not isinstance(value, Resting) for value in _tensors(rows.values())):
+    if act.writes_several and any(
+        value.dim() and not isinstance(value, Resting) for value in tensors_in(rows.values())
+    ):
         raise _UnlikeError
     given = [
         [_beside(*each) for each in zip(row, anchors, strict=True)] if i in rows else _number(row)
@@ -305,20 +352,20 @@ def _is_whole(value: DTensor) -> bool:
 
 def _by_torch(func: OpOverload, act: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What DTensor makes of it, where it is exact."""
-    tensors = [*_tensors(args), *_tensors(kwargs.values())]
+    tensors = [*tensors_in(args), *tensors_in(kwargs.values())]
     resting = [tensor for tensor in tensors if isinstance(tensor, Resting)]
     whole = act.reduces_all(args, kwargs)
     for each in resting:
         held = each._held
         if not (held.in_order or (whole and (act.sums or not held.padded))):
-            _refuse(act.name, each)
+            raise held.refusal(act.name)
     try:
         result = func(*map(_bare, args), **{name: _bare(value) for name, value in kwargs.items()})
     except RuntimeError as error:
         if not any(word in str(error) for word in _WORDS):
             raise
         of = resting[0] if resting else next(tensor._of for tensor in tensors if isinstance(tensor, _Window))
-        _refuse(act.name, of, str(error).splitlines()[0], error)
+        raise of._held.refusal(act.name, str(error).splitlines()[0]) from error
     if act.writes and isinstance(args[0], Tensor):
         return args[0]
     return _windows(args[0], result) if act.kind == "views" else result
@@ -334,14 +381,6 @@ def _equal(func: OpOverload, one: Any, other: Any) -> bool:
     return torch.equal(*(value.full_tensor() if isinstance(value, DTensor) else value for value in (one, other)))
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
-
-
 def _windows(seen: Any, result: Any) -> Any:
     """Marks views of a parameter as such."""
 
@@ -350,19 +389,9 @@ def _windows(seen: Any, result: Any) -> Any:
         shared = local.untyped_storage()._cdata == of.untyped_storage()._cdata
         window: Any = view
         window._of = seen._of if isinstance(seen, _Window) else seen
+        window._writes = seen._writes
         window._copied = not shared or (isinstance(seen, _Window) and seen._copied)
         window.__class__ = _Window
         return view
 
     return pytree.tree_map_only(DTensor, mark, result) if isinstance(seen, Resting | _Window) else result
-
-
-def _refuse(act: str, tensor: Resting, reason: str = "", cause: Exception | None = None) -> NoReturn:
-    name, held = tensor._held.name, tensor._held
-    raise ModuleError(
-        f"{act} on parameter '{name}', or on its gradient or what was computed from it, of shape {tuple(held.shape)}: "
-        f"between steps each rank holds a part of it ({held})." + (f" {reason}" if reason else ""),
-        valid="what acts on each element alone, together with tensors held alike or whole; norms and sums of all; "
-        "tensor[...] = value; tensor.copy_(whole)",
-        fix=f"whole = trainer.strategy.full_tensor({name!r}, tensor) on every rank, and tensor.copy_(whole) to write",
-    ) from cause

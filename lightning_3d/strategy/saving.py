@@ -48,8 +48,7 @@ class SavingStrategy(MeshStrategy):
     def full_tensor(self, name: str, tensor: Tensor | None) -> Tensor:
         """Returns the whole of a parameter, of its gradient, or of a tensor of its optimizer state.
 
-        A packed parameter that is cut over the tensor axis comes in its original order, which its own ``full_tensor()``
-        does not know. Every rank must call it.
+        It comes in the model's own order, and to pipeline ranks that hold none of it too. Every rank must call it.
 
         Args:
             name: Name of the parameter in the module.

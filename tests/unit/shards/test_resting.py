@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import ModuleError
@@ -18,7 +19,6 @@ from lightning_3d.shards.resting import Resting, let_rest
 from tests.spmd.packed import Stack, cut_over, cuts_of, expected_part, mesh_of
 from tests.unit.worlds import fake_world
 
-MESHES = [mesh_of(1, 2), mesh_of(2, 1), mesh_of(2, 2), mesh_of(3, 2)]
 PACKED, COLUMN, PADDED = "blocks.0.fused.weight", "blocks.0.column.weight", "words.weight"
 
 
@@ -89,23 +89,40 @@ SERVED: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("form", SERVED)
-@pytest.mark.parametrize("spec", MESHES, ids=str)
-def test_served(spec: Any, form: str) -> None:
-    for rank in range(spec.world):
-        with resting(spec.data, spec.tensor, rank) as module:
-            torch.manual_seed(1)
-            whole = dict(Stack().named_parameters())
-            layouts = cuts_of(spec.tensor) if spec.tensor > 1 else {}
-            for name, parameter in module.named_parameters():
-                expected = whole[name].detach()
+# The first rank of an axis and the last, which has the padding and may hold nothing of a short tensor.
+PLACES = [(1, 2, 0), (1, 2, 1), (2, 1, 0), (2, 1, 1), (2, 2, 0), (2, 2, 3), (3, 2, 2), (3, 2, 5)]
+
+
+@pytest.mark.parametrize(("data", "tensor", "rank"), PLACES)
+def test_served(data: int, tensor: int, rank: int) -> None:
+    spec, layouts = mesh_of(data, tensor), cuts_of(tensor) if tensor > 1 else {}
+    torch.manual_seed(1)
+    whole = {name: parameter.detach() for name, parameter in Stack().named_parameters()}
+    with resting(data, tensor, rank) as module:
+        parameters: dict[str, Any] = dict(module.named_parameters())
+        started = {name: parameter._local_tensor.clone() for name, parameter in parameters.items()}
+        for form, change in SERVED.items():
+            for name, parameter in parameters.items():
+                parameter._local_tensor.copy_(started[name])
+                expected = whole[name].clone()
                 if not (form in ("slice", "list") and len(expected) < 2):
                     values = torch.randn_like(expected)
                     for each in (expected, parameter):
                         torch.manual_seed(2)
-                        SERVED[form](each, values)
+                        change(each, values)
                 part = expected_part(expected, spec, rank, layouts.get(name))
-                torch.testing.assert_close(cast(Any, parameter)._local_tensor, part, msg=f"{name} on rank {rank}")
+                torch.testing.assert_close(parameter._local_tensor, part, msg=f"{form}: {name}")
+
+
+def foreign(tensor: Any) -> DTensor:
+    """A user's own DTensor, whose rows need not be those of a parameter."""
+    return DTensor.from_local(tensor._local_tensor, tensor.device_mesh, tensor.placements, run_check=False)
+
+
+def saved(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
 
 
 # What has no exact form on parts that lie in another order than the whole.
@@ -127,21 +144,25 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "redistribute": lambda tensor: tensor.redistribute(tensor.device_mesh, tensor.placements),
     "data of another shape": lambda tensor: assign(tensor, torch.zeros(2)),
     "data of another dtype": lambda tensor: assign(tensor, tensor.data.half()),
-    "another DTensor": lambda tensor: tensor.add_(
-        DTensor.from_local(tensor._local_tensor, tensor.device_mesh, tensor.placements, run_check=False)
-    ),
+    "a gradient of others": lambda tensor: setattr(tensor, "grad", foreign(tensor)),
+    "pickle": lambda tensor: saved(tensor),
+    "pickle of data": lambda tensor: saved({"weight": tensor.data}),
+    "pickle of a copy": lambda tensor: saved([tensor.clone()]),
+    "a distributed checkpoint": lambda tensor: create_default_local_save_plan({"weight": tensor}, True),
+    "into a distributed checkpoint": lambda tensor: tensor.__create_chunk_list__(),
+    "another DTensor": lambda tensor: tensor.add_(foreign(tensor)),
 }
 
 
-@pytest.mark.parametrize("form", REFUSED)
 @pytest.mark.parametrize("data", [1, 2])
-def test_refused_of_packed_ones(data: int, form: str) -> None:
+def test_refused_of_packed_ones(data: int) -> None:
     with resting(data, 2) as module:
         parameter: Any = module.get_parameter(PACKED)
         before = parameter._local_tensor.clone()
-        with pytest.raises(ModuleError, match=rf"'{PACKED}'"):
-            REFUSED[form](parameter)
-        assert torch.equal(parameter._local_tensor, before)
+        for form, refused in REFUSED.items():
+            with pytest.raises(ModuleError, match=rf"'{PACKED}'"):
+                refused(parameter)
+            assert torch.equal(parameter._local_tensor, before), form
 
 
 def test_the_refusal_says_what_to_do() -> None:
@@ -163,11 +184,12 @@ LOST: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("form", LOST)
 @pytest.mark.parametrize("mesh", [(1, 2), (2, 1)], ids=str)
-def test_refused_of_cut_ones(mesh: tuple[int, int], form: str) -> None:
-    with resting(*mesh) as module, pytest.raises(ModuleError, match=COLUMN):
-        LOST[form](module.get_parameter(COLUMN))
+def test_refused_of_cut_ones(mesh: tuple[int, int]) -> None:
+    with resting(*mesh) as module:
+        for lost in LOST.values():
+            with pytest.raises(ModuleError, match=COLUMN):
+                lost(module.get_parameter(COLUMN))
 
 
 def test_windows_on_own_memory_are_torchs() -> None:
@@ -185,9 +207,8 @@ def test_windows_on_own_memory_are_torchs() -> None:
 def test_what_is_computed_stays_guarded(name: str) -> None:
     with resting(2, 2) as module:
         parameter: Any = module.get_parameter(name)
-        parameter.grad = DTensor.from_local(
-            torch.ones_like(parameter._local_tensor), parameter.device_mesh, parameter.placements, run_check=False
-        )
+        # As FSDP2 and the tensor axis make gradients.
+        parameter.grad = DTensor.__new__(DTensor, parameter._local_tensor + 1, parameter._spec, requires_grad=False)
         others = [parameter.data, parameter.detach(), parameter.grad, parameter.grad.data, parameter > 0]
         others += [torch.zeros_like(parameter), parameter.clone().mul(2), copy.deepcopy(parameter)]
         for other in others:
@@ -204,6 +225,30 @@ def test_a_whole_gradient_is_cut() -> None:
         assert torch.equal(parameter.grad._local_tensor, expected_part(whole, mesh_of(1, 2), 1, cuts_of(2)[PACKED]))
         parameter.grad = None
         assert parameter.grad is None
+
+
+@pytest.mark.parametrize("name", [PACKED, COLUMN])
+def test_gradients_held_alike_are_taken(name: str) -> None:
+    with resting(2, 2) as module:
+        parameter: Any = module.get_parameter(name)
+        parameter.grad = torch.ones_like(parameter) * 2
+        parameter.grad = parameter.grad.clone()
+        assert parameter.grad._local_tensor.eq(2).all()
+
+
+def test_a_gradient_of_a_cut_one_may_be_the_users() -> None:
+    with resting(2, 2) as module:
+        parameter: Any = module.get_parameter(COLUMN)
+        parameter.grad = foreign(parameter)
+        assert type(parameter.grad) is Resting
+
+
+def test_the_refusal_to_save_says_how_to() -> None:
+    with resting(1, 2) as module, pytest.raises(ModuleError) as caught:
+        saved({"weight": module.get_parameter(PACKED)})
+    text = str(caught.value)
+    assert "trainer.save_checkpoint(path)" in text
+    assert f"trainer.strategy.full_tensor('{PACKED}', tensor)" in text
 
 
 def test_padding_stays_zero() -> None:
@@ -242,33 +287,27 @@ OPTIMIZERS: list[Callable[[list[Any]], torch.optim.Optimizer]] = [
 ]
 
 
-@pytest.mark.parametrize("index", range(len(OPTIMIZERS)))
-@pytest.mark.parametrize("spec", MESHES[:3], ids=str)
-def test_optimizers(spec: Any, index: int) -> None:
-    with resting(spec.data, spec.tensor, 1) as module:
-        torch.manual_seed(1)
-        whole = Stack()
-        layouts = cuts_of(spec.tensor) if spec.tensor > 1 else {}
+@pytest.mark.parametrize("mesh", [(1, 2), (2, 1), (2, 2)], ids=str)
+def test_optimizers(mesh: tuple[int, int]) -> None:
+    spec, layouts = mesh_of(*mesh), cuts_of(mesh[1]) if mesh[1] > 1 else {}
+    torch.manual_seed(1)
+    whole = Stack()
+    with resting(*mesh, rank=1) as module:
         pairs = dict(zip(module.parameters(), whole.parameters(), strict=True))
-        optimizers = [OPTIMIZERS[index]([*pairs]), OPTIMIZERS[index]([*pairs.values()])]
-        for _ in range(3):
-            for parameter, one in pairs.items():
-                one.grad = torch.randn_like(one)
-                parameter.grad = one.grad
-            for optimizer in optimizers:
-                optimizer.step()
-        for (name, parameter), one in zip(module.named_parameters(), whole.parameters(), strict=True):
-            part = expected_part(one.detach(), spec, 1, layouts.get(name))
-            torch.testing.assert_close(cast(Any, parameter)._local_tensor, part, msg=name)
+        for index, make in enumerate(OPTIMIZERS):
+            optimizers = [make([*pairs]), make([*pairs.values()])]
+            for _ in range(3):
+                for parameter, one in pairs.items():
+                    one.grad = torch.randn_like(one)
+                    parameter.grad = one.grad
+                for optimizer in optimizers:
+                    optimizer.step()
+            for (name, parameter), one in zip(module.named_parameters(), whole.parameters(), strict=True):
+                part = expected_part(one.detach(), spec, 1, layouts.get(name))
+                torch.testing.assert_close(cast(Any, parameter)._local_tensor, part, msg=f"{index}: {name}")
 
 
 def test_files_do_not_name_the_class() -> None:
     with resting(1, 2) as module:
         kind, *_ = module.get_parameter(COLUMN).__reduce_ex__(2)
-        assert b"resting" not in _pickled(kind)
-
-
-def _pickled(value: Any) -> bytes:
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getvalue()
+        assert b"resting" not in saved(kind)
