@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -63,9 +63,11 @@ class MeshEngine:
             return self._data.visit(call)
         return self._data.visit(partial(self.tensor.visit, call))
 
-    def backward(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def backward(self) -> Iterator[None]:
         """Context of a backward: what is recomputed there reads parameters as a step does."""
-        return nullcontext() if self.tensor is None else self.tensor.activity
+        with self._data.backward(), nullcontext() if self.tensor is None else self.tensor.activity:
+            yield
 
     def before_microbatch(self, *, last: bool, backwards: int = 1) -> None:
         """Called before the forward of a micro-batch, or before a schedule of several of them.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +25,10 @@ class DataEngine(ABC):
     @abstractmethod
     def visit(self, call: Callable[[], Any]) -> Any:
         """Returns ``call()``, a use of the module that is no training step; nothing stays gathered behind it."""
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Context of a backward, or of a schedule of several passes: what runs there uses the module as a step does."""
+        return nullcontext()
 
     @abstractmethod
     def before_microbatch(self, *, last: bool, backwards: int = 1) -> None:

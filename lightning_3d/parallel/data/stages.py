@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_3d.parallel.data.door import Door, as_module, tell, units_of
 from lightning_3d.parallel.data.engine import DataEngine
+from lightning_3d.parallel.data.kept import KeptUnits
 from lightning_3d.parallel.data.replicas import check_replicas_met
 from lightning_3d.parallel.data.scalars import ScalarGradients
 from lightning_3d.parallel.data.zero import ZeroStage
@@ -39,6 +41,7 @@ class StageEngine(DataEngine):
         self._doors = [Door(root) for root in roots]
         self._backwards = [StageBackwards(root, stage) for root in roots]
         self._units = [unit for root in roots for unit in units_of(root)]
+        self._kept = KeptUnits(self._units)
         self._scalars = scalars
         self._cast = cast
         self._inside = False
@@ -47,9 +50,20 @@ class StageEngine(DataEngine):
         """Calls a step that goes through the roots' own forwards, as schedules do."""
         before, self._inside = self._inside, True
         try:
-            return step(*self._computed(args))
+            with self.backward():
+                return step(*self._computed(args))
         finally:
             self._inside = before
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Shows a schedule gathered parameters."""
+        self._kept.renew(gather=False)
+        self._kept.show()
+        try:
+            yield
+        finally:
+            self._kept.hide()
 
     def visit(self, call: Callable[[], Any]) -> Any:
         """Makes the call through the doors of all stages, and lets go what it gathered.
@@ -59,6 +73,8 @@ class StageEngine(DataEngine):
         if self._inside:
             return call()
         self._inside = True
+        self._kept.renew(gather=False)
+        self._kept.show()
         try:
             for door in reversed(self._doors):
                 call = partial(door, call)

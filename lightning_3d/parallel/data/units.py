@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_3d.parallel.data.door import Door, as_module, tell, units_of
+from lightning_3d.parallel.data.door import Door, tell, units_of
 from lightning_3d.parallel.data.engine import DataEngine
-from lightning_3d.parallel.data.kept import KeptBlocks
+from lightning_3d.parallel.data.kept import KeptUnits
 from lightning_3d.parallel.data.replicas import check_replicas_met
 from lightning_3d.parallel.data.scalars import ScalarGradients
 from lightning_3d.parallel.data.zero import ZeroStage
@@ -35,18 +36,32 @@ class UnitEngine(DataEngine):
         self._last: bool | None = None
         self._inside = False
         self._left = False
-        self._kept: KeptBlocks | None = None
         self._units = units_of(root)
+        self._kept = KeptUnits(self._units)
+        # What a step sees as soon as it begins; the other units stay hidden until they are called.
+        self._shown_first: list[FSDPModule] | None = None
         self._door = Door(root)
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
         """Calls the step through the root's door."""
-        self._hide_kept_blocks()
+        self._kept.renew(gather=False)
+        self._kept.show(self._first_units())
         self._inside, self._left = True, False
         try:
             return self._door(step, *args)
         finally:
             self._inside = False
+            self._kept.hide()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Shows what is recomputed there gathered parameters."""
+        self._kept.renew(gather=True)
+        self._kept.show()
+        try:
+            yield
+        finally:
+            self._kept.hide()
 
     def visit(self, call: Callable[[], Any]) -> Any:
         """Makes the call through the root's door, and lets go what it gathered: weights may change before the next.
@@ -78,18 +93,20 @@ class UnitEngine(DataEngine):
         check_replicas_met(self._units)
         self._scalars.average()
 
-    def _hide_kept_blocks(self) -> None:
-        if self._kept is not None:
-            self._kept.hide()
-        elif self._sharded and not self._stage.reshard_blocks_after_forward:
-            self.rest()
-            self._kept = KeptBlocks([as_module(unit) for unit in self._units if unit is not self._root])
+    def _first_units(self) -> list[FSDPModule]:
+        if self._shown_first is None:
+            blocks = [unit for unit in self._units if unit is not self._root]
+            wait = self._sharded and not self._stage.reshard_blocks_after_forward
+            self._kept.show_when_called(blocks if wait else ())
+            self._shown_first = [self._root] if wait else self._units
+        return self._shown_first
 
     def before_inner_backward(self, loss: Tensor) -> Tensor:
         """Passes the loss through the door: its backward then ends with the reduction of every unit."""
         # The loss is no argument: FSDP2 takes a gradient that reaches an argument for the end of the whole backward.
         # It registers its hook on what leaves the door; a clone is a tensor of its own, not a view.
         passed: Tensor = self._door(loss.clone)
+        self._kept.hide()
         return passed
 
     def after_inner_backward(self) -> None:
