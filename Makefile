@@ -10,13 +10,19 @@ export PIP_ROOT_USER_ACTION := ignore
 ONE_THREAD = OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint parity bench docs clean
+.PHONY: help demo demo-compare test check lint parity bench docs clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.with-base ## install, then train a small language model on real text with several processes
-	$(BIN)/lightning-3d train recipe=demo
+demo: $(VENV)/.with-base ## install, then train a small language model on real text on a 2 x 2 x 2 mesh of processes
+	$(ONE_THREAD) $(BIN)/lightning-3d train recipe=demo
+	@echo "the same recipe on one process, with plain Lightning and the same losses:"
+	@echo "  $(BIN)/lightning-3d train recipe=demo strategy=single trainer.devices=1"
+	@echo "both side by side: make demo-compare"
+
+demo-compare: $(VENV)/.with-base ## the losses of the demo on its mesh and on one process, side by side
+	$(ONE_THREAD) $(BIN)/python -m tests.parity.demo
 
 test: lint ## everything that CI runs
 	$(ONE_THREAD) $(BIN)/python -m pytest --durations=15

@@ -97,9 +97,8 @@ def apply_module(
     """
     check_untouched(module)
     check_recorded(module, tape)
-    compiled = compiled_parts(module) if spec.tensor > 1 else ()
-    if compiled:
-        rank_zero_info(compiled_notice(compiled))
+    if spec.tensor > 1:
+        _tell_compiled(module)
     precision.convert_module(module)
     # Manual optimization runs backward inside the step, which only an engine of units can follow.
     inside = not module.automatic_optimization and spec.data > 1
@@ -159,6 +158,12 @@ def check_recorded(module: nn.Module, tape: InitTape | None) -> None:
             "configure_model, so their initial values are unknown.",
             fix="build the model in configure_model, without torch.device('meta')",
         )
+
+
+def _tell_compiled(module: nn.Module) -> None:
+    compiled = compiled_parts(module)
+    if compiled:
+        rank_zero_info(compiled_notice(compiled))
 
 
 def compiled_notice(parts: Sequence[str]) -> str:

@@ -33,4 +33,4 @@ def program_arguments(words: list[str]) -> list[str] | None:
 
 def make_targets(makefile: Path) -> set[str]:
     """Returns the targets that ``make help`` lists."""
-    return set(re.findall(r"^([a-z]+):.*## ", makefile.read_text(), re.MULTILINE))
+    return set(re.findall(r"^([a-z-]+):.*## ", makefile.read_text(), re.MULTILINE))

@@ -55,6 +55,11 @@ def test_a_recipe_chooses_its_mesh_by_preset_alone(recipe: str) -> None:
         (["strategy=zero3"], {"zero_stage": 3, "data_replicate_size": 1}),
         (["strategy=hybrid"], {"zero_stage": 3, "data_replicate_size": 2}),
         (["strategy.zero_stage=2"], {"zero_stage": 2}),
+        (["strategy=pipeline"], {"pipeline_parallel_size": 2, "tensor_parallel_size": 1, "zero_stage": 1}),
+        (
+            ["strategy=3d", "strategy.pipeline_schedule=gpipe"],
+            {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "pipeline_schedule": "gpipe"},
+        ),
         (["strategy=zero3", "strategy.data_parallel_size=4"], {"zero_stage": 3, "data_parallel_size": 4}),
     ],
 )

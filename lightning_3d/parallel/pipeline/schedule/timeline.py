@@ -136,7 +136,7 @@ class Timeline:
         axes.set_title(f"{title}{' - ' if title else ''}bubble {self.bubble:.1%}")
         shown = [kind for kind in _COLORS if any(event.action.kind == kind for event in self.events)]
         bars = [axes.barh(0, 0, color=_COLORS[kind]) for kind in shown]
-        axes.legend(bars, [_MEANINGS[kind] for kind in shown], loc="upper right", fontsize=7)
+        axes.legend(bars, [_MEANINGS[kind] for kind in shown], loc="upper left", bbox_to_anchor=(1, 1), fontsize=7)
 
     def __str__(self) -> str:
         return self.text()
