@@ -17,7 +17,7 @@ from lightning_3d.random.seeds import derive_seed
 from lightning_3d.strategy.collectives import DataCollectives
 from lightning_3d.strategy.metrics import MetricDoors
 from lightning_3d.strategy.outputs import are_seen
-from lightning_3d.strategy.pipelined import BatchLoss, PipelinedBatch, StepOutcome
+from lightning_3d.strategy.pipelined import BatchLoss, PipelinedBatch, StepOutcome, kinds_of
 from lightning_3d.strategy.relay import Relay
 from lightning_3d.strategy.runner import BatchRunner, RunnerParts
 from lightning_3d.strategy.steps import to_go_back_from
@@ -72,7 +72,7 @@ class PipelineRunner(BatchRunner):
             batch = self._prepared(_TRAINING, args, self._position, self._precision.train_step_context)
             self._engine.before_microbatch(last=not self.accumulating, backwards=batch.count)
             loss = BatchLoss(batch, self._accumulation, self._precision.scaled)
-            train = partial(self._pipeline.train, batch.step, loss, batch.signatures())
+            train = partial(self._pipeline.train, batch.step, loss, batch.signatures)
             results = self._engine.scheduled(train)
         self._aside.put_aside()
 
@@ -109,7 +109,7 @@ class PipelineRunner(BatchRunner):
             with self._metrics.alone():
                 batch = self._prepared_if_possible(method, args, position, context)
                 if batch is not None:
-                    results = self._engine.scheduled(partial(self._pipeline.evaluate, batch.step, batch.signatures()))
+                    results = self._engine.scheduled(partial(self._pipeline.evaluate, batch.step, batch.signatures))
                     self._engine.rest()
             if batch is not None:
                 told = self._relay.share(partial(batch.outcome, results), large=are_seen(self._module, stage))
@@ -140,23 +140,24 @@ class PipelineRunner(BatchRunner):
         """
         sizes = self._batches.sizes(args[0])
         parts = self._batches.split(args[0], sizes)
-        known = partial(
-            PipelinedBatch,
+        rest = tuple(args[1:])
+        kinds = kinds_of(self._module, method, parts, sizes, rest)
+        new = self._pipeline.unseen(kinds)
+        count, most = self._collectives.largest([len(parts), len(new)])
+        batch = PipelinedBatch(
             module=self._module,
             run=self._engine.run,
             method=method,
             parts=parts,
             sizes=sizes,
-            rest=tuple(args[1:]),
+            kinds=kinds,
+            rest=rest,
+            count=count,
+            around=partial(self._around, context, position, count),
             kept={},
         )
-        around = partial(self._around, context, position)
-        own = known(count=len(parts), around=partial(around, len(parts))).signatures()
-        new = self._pipeline.unseen(own)
-        count, most = self._collectives.largest([len(parts), len(new)])
-        batch = known(count=count, around=partial(around, count))
         for index in (*new, *[0] * (most - len(new))):
-            self._engine.visit_part(partial(self._pipeline.learn, partial(batch.step, index), own[index]))
+            self._engine.visit_part(partial(self._pipeline.learn, partial(batch.step, index), kinds[index]))
         return batch
 
     @contextmanager

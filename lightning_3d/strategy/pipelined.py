@@ -49,6 +49,7 @@ class PipelinedBatch:
         method: Name of its step.
         parts: The micro-batches.
         sizes: Samples of each; one that is the whole batch counts as one.
+        kinds: What decides which way the step takes with each, from `kinds_of`.
         rest: What the step is given besides.
         count: Micro-batches that run. Those beyond the batch's own repeat the last one, unseen, so that data ranks with
             more of them do not wait.
@@ -61,6 +62,7 @@ class PipelinedBatch:
     method: str
     parts: Sequence[Any]
     sizes: Sequence[int]
+    kinds: tuple[Hashable, ...]
     rest: tuple[Any, ...]
     count: int
     around: Callable[[int], AbstractContextManager[Any]]
@@ -91,17 +93,10 @@ class PipelinedBatch:
             self.kept[index] = logs
         return {_OUTPUT: output, _LOGGED: logged}
 
+    @property
     def signatures(self) -> list[Hashable]:
-        """Returns for each micro-batch what decides which way its step takes."""
-        module = self.module
-        trained = hash(tuple(parameter.requires_grad for parameter in module.parameters()))
-        # A step may do something else in a later epoch.
-        state = (self.method, module.training, trained, module.current_epoch, *self.rest[1:])
-        kinds: list[Hashable] = [
-            (state, signature(part, size if len(self.sizes) > 1 else None))
-            for part, size in zip(self.parts, self.sizes, strict=True)
-        ]
-        return kinds + kinds[-1:] * (self.count - len(kinds))
+        """The kinds of all micro-batches that run."""
+        return [*self.kinds, *self.kinds[-1:] * (self.count - len(self.kinds))]
 
     def outcome(self, results: Mapping[int, Any]) -> StepOutcome:
         """Returns what the batch has to tell.
@@ -124,6 +119,26 @@ class PipelinedBatch:
             outputs, sizes=self.sizes, shares=output_shares(self.sizes, weights) if training else shares(self.sizes)
         )
         return StepOutcome(output=joined, logs=tuple(collector.combined()), weights=weights)
+
+
+def kinds_of(
+    module: LightningModule, method: str, parts: Sequence[Any], sizes: Sequence[int], rest: Sequence[Any]
+) -> tuple[Hashable, ...]:
+    """Returns for each micro-batch what decides which way a step takes.
+
+    Args:
+        module: The user's module.
+        method: Name of its step.
+        parts: The micro-batches.
+        sizes: Samples of each; one that is the whole batch counts as one.
+        rest: What the step is given besides.
+    """
+    trained = hash(tuple(parameter.requires_grad for parameter in module.parameters()))
+    # A step may do something else in a later epoch.
+    state = (method, module.training, trained, module.current_epoch, *rest[1:])
+    return tuple(
+        (state, signature(part, size if len(sizes) > 1 else None)) for part, size in zip(parts, sizes, strict=True)
+    )
 
 
 class BatchLoss:

@@ -16,6 +16,9 @@ from lightning_3d.graph.parameters import class_name
 
 T = TypeVar("T")
 
+# What fits into it travels in one broadcast, with its length before it: a loss and some logged values do.
+_FIRST, _LENGTH = 4096, 8
+
 
 class Relay:
     """Sends what the ranks of the last stage have found to the other ranks of their pipeline.
@@ -60,16 +63,31 @@ class Relay:
             content = self._packed(found, large=large)
         except Lightning3DError as raised:
             error, content = raised, self._packed(raised, large=large)
-        dist.broadcast_object_list([content], group_src=self._source, group=self._group)
+        self._send(content)
         if error is not None:
             raise error
         result: T = found
         return result
 
+    def _send(self, content: bytes) -> None:
+        message = len(content).to_bytes(_LENGTH, "big") + content
+        self._broadcast(message[:_FIRST].ljust(_FIRST, b"\0"), _FIRST)
+        if len(message) > _FIRST:
+            self._broadcast(message[_FIRST:], len(message) - _FIRST)
+
+    def _broadcast(self, part: bytes, size: int) -> bytes:
+        """Sends so many bytes, or receives them where ``part`` is empty."""
+        buffer = torch.frombuffer(bytearray(part or size), dtype=torch.uint8).to(self._device)
+        dist.broadcast(buffer, group_src=self._source, group=self._group)
+        return buffer.cpu().numpy().tobytes()
+
     def _received(self) -> Any:
-        content: list[Any] = [None]
-        dist.broadcast_object_list(content, group_src=self._source, group=self._group)
-        found = _Unpacker(BytesIO(content[0]), self._module, self._device).load()
+        first = self._broadcast(b"", _FIRST)
+        size = int.from_bytes(first[:_LENGTH], "big") + _LENGTH
+        content = first[_LENGTH:size]
+        if size > _FIRST:
+            content += self._broadcast(b"", size - _FIRST)
+        found = _Unpacker(BytesIO(content), self._module, self._device).load()
         if isinstance(found, Lightning3DError):
             raise found
         return found

@@ -78,6 +78,17 @@ def test_values_arrive() -> None:
     run_spmd(sent_to_all, 2)
 
 
+def sent_in_parts(rank: int, size: int) -> None:
+    last = relay(Owner())
+    # Around the length of what one message takes.
+    for length in (*range(3900, 4100, 3), 0, 100_000):
+        assert last.share(lambda length=length: "a" * length) == "a" * length
+
+
+def test_texts_of_any_length_arrive() -> None:
+    run_spmd(sent_in_parts, 2)
+
+
 def sent_without_dims(rank: int, size: int) -> tuple[bool, float]:
     found = relay(Owner()).share(lambda: [torch.ones(2, 3, dtype=torch.bfloat16), torch.tensor(2.0)], large=False)
     assert (found[0].shape, found[0].dtype) == ((2, 3), torch.bfloat16)

@@ -36,6 +36,26 @@ _ABOUT = frozenset(
 _ACCESSES = ("__get__", "__set__", "__delete__")
 # Properties that compute another tensor.
 _OPERATIONS = ("T", "mT", "H", "mH", "real", "imag", "data")
+# What most arguments are, and has no parts.
+_PLAIN = (Tensor, bool, int, float, str, type(None))
+
+
+def leaves(tree: Any) -> list[Any]:
+    """Returns the flat parts of arguments or of an output: those of torch's pytree, found faster in the usual ones."""
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        parts = tree
+    elif kind is dict:
+        parts = tree.values()
+    else:
+        return [tree] if isinstance(tree, _PLAIN) else pytree.tree_leaves(tree)
+    found: list[Any] = []
+    for part in parts:
+        if isinstance(part, _PLAIN):
+            found.append(part)
+        else:
+            found.extend(leaves(part))
+    return found
 
 
 def counted(
@@ -56,7 +76,7 @@ def counted(
         return False
     if name in _ACCESSES and getattr(getattr(function, "__self__", None), "__name__", "") not in _OPERATIONS:
         return False
-    return any(map(is_hidden, pytree.tree_leaves((args, kwargs))))
+    return any(map(is_hidden, leaves((args, kwargs))))
 
 
 @dataclass(slots=True, eq=False)
@@ -119,7 +139,7 @@ class HiddenValues:
             arguments: The flat arguments: what is passed through keeps its origin.
         """
         seen = {id(leaf) for leaf in arguments}
-        for index, leaf in enumerate(pytree.tree_leaves(output)):
+        for index, leaf in enumerate(leaves(output)):
             if isinstance(leaf, Tensor) and id(leaf) not in seen:
                 seen.add(id(leaf))
                 self.made(leaf, numbered(origin, index), position)
@@ -133,8 +153,8 @@ class HiddenValues:
         if written is not None:
             self._overwritten(written, position)
         # __setitem__ returns nothing.
-        leaves = [written] if output is None else pytree.tree_leaves(output)
-        for index, leaf in enumerate(leaves):
+        results = [written] if output is None else leaves(output)
+        for index, leaf in enumerate(results):
             if isinstance(leaf, Tensor) and (leaf is written or id(leaf) not in self._now):
                 self.made(leaf, numbered(origin, index), position)
 
@@ -161,9 +181,9 @@ def structure(output: Any, arguments: Sequence[Any], outer: Sequence[Any] = ()) 
         arguments: Flat arguments of the call, or of the one around it for what is returned inside.
         outer: Flat output of the call around it.
     """
-    leaves, spec = pytree.tree_flatten(output)
+    parts, spec = pytree.tree_flatten(output)
     places = {id(leaf): index for index, leaf in reversed([*enumerate(arguments)]) if _has_identity(leaf)}
-    outputs = {id(leaf): index for index, leaf in reversed([*enumerate(outer or leaves)]) if isinstance(leaf, Tensor)}
+    outputs = {id(leaf): index for index, leaf in reversed([*enumerate(outer or parts)]) if isinstance(leaf, Tensor)}
 
     def described(index: int, leaf: Any) -> Leaf:
         if id(leaf) in places:
@@ -178,7 +198,7 @@ def structure(output: Any, arguments: Sequence[Any], outer: Sequence[Any] = ()) 
             same_as=None if not outer and same == index else same,
         )
 
-    return Structure(leaves=tuple(described(*each) for each in enumerate(leaves)), spec=spec)
+    return Structure(leaves=tuple(described(*each) for each in enumerate(parts)), spec=spec)
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:

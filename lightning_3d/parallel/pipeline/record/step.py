@@ -148,6 +148,8 @@ class StepRecord:
         parameters: Positions at which each parameter is used, by first names.
         modules: Positions at which each watched module is called.
         flops: Floating point operations of the forward pass at each position, one more than there are blocks.
+        numbers: Number of each block.
+        of_call: The calls by module and number.
     """
 
     blocks: tuple[str, ...]
@@ -156,3 +158,9 @@ class StepRecord:
     parameters: Mapping[str, frozenset[int]]
     modules: Mapping[str, frozenset[int]]
     flops: tuple[float, ...] = field(default=())
+    numbers: Mapping[str, int] = field(init=False, repr=False, compare=False)
+    of_call: Mapping[tuple[str, int], CallRecord] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numbers", {name: index for index, name in enumerate(self.blocks)})
+        object.__setattr__(self, "of_call", {(call.module, call.call): call for call in self.calls})

@@ -26,21 +26,21 @@ class UserHooks:
     """
 
     def __init__(self, module: nn.Module, before: Mapping[str, frozenset[int]]) -> None:
-        self._module = module
+        self._modules = dict(module.named_modules())
         self._others = {
             module.get_submodule(name): keys - before.get(name, frozenset())
             for name, keys in forward_hooks(module).items()
         }
-        self._names = {child: name for name, child in module.named_modules()}
+        self._names = {child: name for name, child in self._modules.items()}
 
     def inside(self, name: str) -> tuple[str, ...]:
         """Returns the modules inside a module that have hooks of the user."""
-        outer = self._module.get_submodule(name)
+        outer = self._modules[name]
         return tuple(self._names[child] for child in outer.modules() if child is not outer and self._keys(child))
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Calls the hooks of a module that was not run; what they return is known to be in ``output`` already."""
-        module = self._module.get_submodule(name)
+        module = self._modules[name]
         for key in self._keys(module):
             hook = module._forward_hooks[key]
             if key in module._forward_hooks_with_kwargs:
@@ -51,10 +51,7 @@ class UserHooks:
     @contextmanager
     def heard(self, names: tuple[str, ...], returned: Returned) -> Iterator[None]:
         """Context in which one hears what modules return, before their hooks do."""
-        handles = [
-            self._module.get_submodule(name).register_forward_hook(_tells(name, returned), prepend=True)
-            for name in names
-        ]
+        handles = [self._modules[name].register_forward_hook(_tells(name, returned), prepend=True) for name in names]
         try:
             yield
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from torch.utils import _pytree as pytree
 from lightning_3d.errors import ModuleError, PlanError, user_line
 from lightning_3d.graph.calls import Call
 from lightning_3d.parallel.pipeline.plan import Stage
-from lightning_3d.parallel.pipeline.record.hidden import Function, HiddenValues, counted, numbered
+from lightning_3d.parallel.pipeline.record.hidden import Function, HiddenValues, counted, leaves, numbered
 from lightning_3d.parallel.pipeline.record.step import (
     ArgumentLeaf,
     CallRecord,
@@ -69,13 +70,13 @@ class StageRun:
         self._is_last = stage.end == len(record.blocks)
         self._incoming: tuple[Value, ...] = record.boundaries[stage.first] if stage.first else ()
         self._outgoing: tuple[Value, ...] = () if self._is_last else record.boundaries[stage.end]
-        self._calls = {(call.module, call.call): call for call in record.calls}
         self._values = HiddenValues()
         self._position = 0
         self._began = not stage.first
         self._outputs: tuple[Tensor, ...] | None = None
         self._is_inside = self._in_hooks = False
         self._mode = ContainerFunctions(self._function)
+        self._has_shards = site.tensor_group is not None
         self._with_gradients = torch.is_grad_enabled()
         # Checkpoints in which earlier stages' work was passed over.
         self._regions: set[object | None] = set()
@@ -110,7 +111,7 @@ class StageRun:
         if self._is_inside:
             return call()
         self._leave_if_done()
-        if self._position < len(self._record.blocks) and name in self._record.blocks:
+        if self._position < len(self._record.blocks) and name in self._record.numbers:
             self._begin_block(name)
         return self._owned(name, call) if self._began else self._imagined_call(name, call)
 
@@ -122,13 +123,15 @@ class StageRun:
                 "of this kind.",
                 fix="let the order of the blocks depend on shapes of the batch only",
             )
-        if self._position == self._stage.first and not self._began:
+        ends = self._position == self._stage.end
+        begins = self._position == self._stage.first and not self._began
+        if begins:
             self._check_checkpoints()
-        with self._mode.aside(), torch.set_grad_enabled(self._with_gradients):
-            if self._position == self._stage.end:
-                self._outputs = tuple(map(self._sent, self._outgoing))
-                raise StageExit
-            if self._position == self._stage.first and not self._began:
+        if begins or ends:
+            with self._mode.aside(), torch.set_grad_enabled(self._with_gradients):
+                if ends:
+                    self._outputs = tuple(map(self._sent, self._outgoing))
+                    raise StageExit
                 self._bind()
         self._position += 1
 
@@ -143,8 +146,11 @@ class StageRun:
                 f"{name} is called at {user_line()} on stage {self._stage.index}, and was not when the plan was made.",
                 fix="let which modules are called depend on shapes of the batch only",
             )
-        args, kwargs = unwatched(values_of((call.args, call.kwargs), name))
-        arguments = pytree.tree_leaves((args, kwargs))
+        args, kwargs = values_of((call.args, call.kwargs), name)
+        if self._has_shards:
+            unwatched((args, kwargs))
+        # On the last stage nobody asks where a value comes from.
+        arguments = [] if self._is_last else leaves((args, kwargs))
         number = self._values.count(name)
         self._is_inside = True
         try:
@@ -153,13 +159,14 @@ class StageRun:
         finally:
             self._is_inside = False
         if not self._is_last:
-            watched((args, kwargs))
+            if self._has_shards:
+                watched((args, kwargs, output))
             origin = Origin(kind="module", maker=name, call=number)
-            self._values.made_by_call(origin, watched(output), self._position, arguments)
+            self._values.made_by_call(origin, output, self._position, arguments)
         return output
 
     def _heard(self, name: str, number: int, arguments: Sequence[Any]) -> AbstractContextManager[None]:
-        recorded = self._calls.get((name, number))
+        recorded = self._record.of_call.get((name, number))
         if self._is_last or recorded is None or not recorded.inside:
             return nullcontext()
 
@@ -172,9 +179,9 @@ class StageRun:
     def _imagined_call(self, name: str, call: Call) -> Any:
         """Returns placeholders for what a module returns that an earlier stage runs, and calls the user's hooks."""
         number = self._values.count(name)
-        recorded = self._calls.get((name, number))
+        recorded = self._record.of_call.get((name, number))
         # The order of blocks is known to be right.
-        if recorded is None or (name not in self._record.blocks and recorded.position != self._position):
+        if recorded is None or (name not in self._record.numbers and recorded.position != self._position):
             raise ModuleError(
                 f"{name} is called at {user_line()}, and was not when the step was recorded with an input of this "
                 "kind.",
@@ -182,7 +189,7 @@ class StageRun:
             )
         self._regions.add(checkpointed_region())
         self._site.skip(name)
-        arguments = pytree.tree_leaves((call.args, call.kwargs))
+        arguments = leaves((call.args, call.kwargs))
         origin = Origin(kind="module", maker=name, call=number)
         output = self._imagined_output(recorded.output, origin, arguments)
         self._call_hooks(name, call, recorded, output, arguments)
@@ -190,7 +197,7 @@ class StageRun:
         return output
 
     def _call_hooks(self, name: str, call: Call, recorded: CallRecord, output: Any, arguments: Sequence[Any]) -> None:
-        outer = pytree.tree_leaves(output)
+        outer = leaves(output)
         # The module that runs calls its hooks unwatched, so nothing in them may be counted here.
         self._in_hooks = True
         try:
@@ -206,28 +213,29 @@ class StageRun:
     def _imagined_output(
         self, structure: Structure, origin: Origin, arguments: Sequence[Any], outer: Sequence[Any] | None = None
     ) -> Any:
-        leaves: list[Any] = []
+        parts: list[Any] = []
         for index, leaf in enumerate(structure.leaves):
             if isinstance(leaf, ArgumentLeaf):
-                leaves.append(arguments[leaf.index])
+                parts.append(arguments[leaf.index])
             elif isinstance(leaf, ConstantLeaf):
-                leaves.append(leaf.value)
+                parts.append(leaf.value)
             elif leaf.same_as is not None:
-                leaves.append((leaves if outer is None else outer)[leaf.same_as])
+                parts.append((parts if outer is None else outer)[leaf.same_as])
             else:
                 plain = self._nothing(leaf.shape, leaf.dtype)
-                leaves.append(Placeholder.of(plain, numbered(origin, index), requires_grad=leaf.requires_grad))
-        return pytree.tree_unflatten(leaves, structure.spec)
+                parts.append(Placeholder.of(plain, numbered(origin, index), requires_grad=leaf.requires_grad))
+        return pytree.tree_unflatten(parts, structure.spec)
 
     def _nothing(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Zeros. Nobody looks at their values, so those that are no indices may share memory."""
-        size = torch.Size(shape)
-        if not dtype.is_floating_point:
-            return torch.zeros(size, dtype=dtype, device=self._site.device)
-        key = size.numel(), dtype
-        if key not in self._zeros:
-            self._zeros[key] = torch.zeros(key[0], dtype=dtype, device=self._site.device)
-        return self._zeros[key].view(size)
+        key = math.prod(shape), dtype
+        # These are no functions of the user's.
+        with torch._C.DisableTorchFunction():
+            if not dtype.is_floating_point:
+                return torch.zeros(shape, dtype=dtype, device=self._site.device)
+            if key not in self._zeros:
+                self._zeros[key] = torch.zeros(key[0], dtype=dtype, device=self._site.device)
+            return self._zeros[key].view(shape)
 
     # ---- functions ----
 
@@ -261,7 +269,7 @@ class StageRun:
     def _real(
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        missing = next(filter(is_absent, pytree.tree_leaves((args, kwargs))), None)
+        missing = next(filter(is_absent, leaves((args, kwargs))), None)
         if missing is not None:
             raise PlanError(
                 f"{getattr(function, '__name__', function)} at {user_line()} uses {self._site.names(missing)} on "
@@ -275,7 +283,7 @@ class StageRun:
         """Returns placeholders for the result of a function that an earlier stage computes."""
         self._regions.add(checkpointed_region())
         shown: dict[int, Placeholder] = {}
-        given = pytree.tree_leaves((args, kwargs))
+        given = leaves((args, kwargs))
         wanted = torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given)
 
         def plain(leaf: Any) -> Any:
@@ -289,7 +297,7 @@ class StageRun:
         with torch.no_grad():
             plain_args, plain_kwargs = pytree.tree_map(plain, (args, kwargs))
             result = function(*plain_args, **plain_kwargs)
-        if result is not None and not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
+        if result is not None and not any(isinstance(leaf, Tensor) for leaf in leaves(result)):
             raise ModuleError(
                 f"{getattr(function, '__name__', function)} at {user_line()} reads values of a hidden state before "
                 "the last block; each stage would see others.",
@@ -315,8 +323,7 @@ class StageRun:
         """What was given back as it is may be another tensor for real values, or the same: found when it is used."""
 
         def value() -> Tensor | None:
-            leaves = pytree.tree_leaves((args, kwargs))
-            if any(isinstance(leaf, Placeholder) and leaf.bound is None for leaf in leaves):
+            if any(isinstance(leaf, Placeholder) and leaf.bound is None for leaf in leaves((args, kwargs))):
                 return None
             known_args, known_kwargs = resolve((args, kwargs))
             result: Tensor = function(*known_args, **known_kwargs)
@@ -325,7 +332,7 @@ class StageRun:
         return value
 
     def _name_origins(self, output: Any) -> None:
-        for leaf in pytree.tree_leaves(output):
+        for leaf in leaves(output):
             found = self._values.find(leaf)
             if isinstance(leaf, Placeholder) and found is not None:
                 leaf.origin = found.origin
