@@ -47,7 +47,7 @@ class PipelineReport:
         return plan_timeline(self.plan, microbatches=microbatches, whole_backward=self.whole_backward)
 
     def _held(self) -> Iterator[str]:
-        yield "what each rank holds, before the other axes divide it, and sends in an optimizer step"
+        yield "what each pipeline rank holds, before the other axes divide it, and sends in an optimizer step"
         for rank in range(self.plan.ranks):
             held = [row for row in self.parameters.rows if self.plan.is_present(row.name, rank)]
             stages = ", ".join(str(stage.index) for stage in self.plan.stages_of(rank))

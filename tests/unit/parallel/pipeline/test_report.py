@@ -35,7 +35,7 @@ def _report(microbatches: int = 3, batches: int = 1, whole_backward: bool = Fals
 def test_text() -> None:
     # Weights and biases of 8 x 8 + 8 elements; the head is the weight of the first layer.
     assert str(_report()).splitlines() == [
-        "what each rank holds, before the other axes divide it, and sends in an optimizer step",
+        "what each pipeline rank holds, before the other axes divide it, and sends in an optimizer step",
         "  rank 0 with stage 0: 6 parameters of 216 elements, 864 B; sends 576 B, keeps 576 B to receive in",
         "  rank 1 with stage 1: 5 parameters of 208 elements, 832 B; sends 576 B, keeps 576 B to receive in",
         "what each micro-batch sends",
