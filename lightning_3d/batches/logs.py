@@ -104,11 +104,12 @@ class LogCollector:
 
 
 def _as_now(value: Any) -> Any:
-    if type(value) is not Tensor:
-        return value
     # Nothing of the step: who watches its functions must not count these.
     with torch._C.DisableTorchFunction():
-        return value.detach().clone()
+        if isinstance(value, (int, float)):
+            # In the dtype that a step of this precision gives to numbers.
+            return torch.tensor(value, dtype=torch.get_default_dtype())
+        return value.detach().clone() if type(value) is Tensor else value
 
 
 def _one_call(entry: _Entry) -> LogCall:

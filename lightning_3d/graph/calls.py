@@ -88,8 +88,8 @@ def plain_calls(module: nn.Module) -> None:
         module.__dict__[_FORWARD_HANDLER] = None
 
 
-def shadow(owner: object, name: str, method: Callable[..., Any]) -> Callable[[], None]:
-    """Has ``owner.<name>`` be ``method``, of a module or another object; returns what puts back the one before."""
+def shadow(owner: object, name: str, method: Any) -> Callable[[], None]:
+    """Has ``owner.<name>`` be ``method``, or another value; returns what puts back the one before."""
     attributes = owner.__dict__
     before = attributes.get(name, _NOTHING)
     attributes[name] = method

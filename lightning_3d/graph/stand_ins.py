@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.core.optimizer import _configure_optimizers
+from lightning.pytorch.core.optimizer import (
+    LightningOptimizer,
+    _configure_optimizers,
+    _init_optimizers_and_lr_schedulers,
+)
+from lightning.pytorch.trainer.states import TrainerFn
 from torchmetrics import Metric
 
 from lightning_3d.graph.calls import shadow
@@ -28,9 +34,13 @@ def without_metrics(module: LightningModule) -> Iterator[None]:
 
 @contextmanager
 def without_optimizers(module: LightningModule) -> Iterator[None]:
-    """Context in which a step that optimizes manually runs its forward passes and nothing else."""
+    """Context in which a step that optimizes manually runs its forward passes and nothing else.
+
+    Others may ask for optimizers that are made later, to log a learning rate: they find some that are made now.
+    """
     if module.automatic_optimization:
-        yield
+        with _early_optimizers(module):
+            yield
         return
     optimizers, schedulers, _ = _configure_optimizers(cast("Any", module.configure_optimizers()))
     stand_ins = {
@@ -42,6 +52,57 @@ def without_optimizers(module: LightningModule) -> Iterator[None]:
         for name, method in stand_ins.items():
             at_end.callback(shadow(module, name, method))
         yield
+
+
+@contextmanager
+def _early_optimizers(module: LightningModule) -> Iterator[None]:
+    """Context in which a Trainer that has no optimizers yet makes some of the present parameters when it is asked."""
+    trainer = module._trainer
+    if trainer is None or trainer.state.fn != TrainerFn.FITTING or trainer.strategy.optimizers:
+        yield
+        return
+    strategy = trainer.strategy
+    made = functools.cache(lambda: _init_optimizers_and_lr_schedulers(module))
+    early = {
+        "_optimizers": _MadeWhenUsed(lambda: made()[0]),
+        "_lightning_optimizers": _MadeWhenUsed(
+            lambda: [LightningOptimizer._to_lightning_optimizer(optimizer, strategy) for optimizer in made()[0]]
+        ),
+        "lr_scheduler_configs": _MadeWhenUsed(lambda: made()[1]),
+    }
+    with ExitStack() as at_end:
+        for name, found in early.items():
+            at_end.callback(shadow(strategy, name, found))
+        yield
+
+
+class _MadeWhenUsed(list[Any]):
+    """A list that is filled when somebody looks into it.
+
+    Args:
+        make: Returns its entries.
+    """
+
+    def __init__(self, make: Callable[[], Sequence[Any]]) -> None:
+        super().__init__()
+        self._make: Callable[[], Sequence[Any]] | None = make
+
+    def __len__(self) -> int:
+        self._fill()
+        return super().__len__()
+
+    def __iter__(self) -> Iterator[Any]:
+        self._fill()
+        return super().__iter__()
+
+    def __getitem__(self, index: Any) -> Any:
+        self._fill()
+        return super().__getitem__(index)
+
+    def _fill(self) -> None:
+        if self._make is not None:
+            make, self._make = self._make, None
+            self.extend(make())
 
 
 class IdleOptimizer:
