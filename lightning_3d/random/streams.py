@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
+import numpy as np
 import torch
+from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
 from lightning_3d.errors import ModuleError
 from lightning_3d.random.seeds import derive_seed
+
+_NUMPY_SEEDS = 2**32 - 1
 
 
 def default_generators(devices: Iterable[torch.device] = ()) -> tuple[torch.Generator, ...]:
@@ -50,6 +55,31 @@ def seeded(generators: Iterable[torch.Generator], seed: int) -> Iterator[None]:
             generator.set_state(state)
 
 
+class HostGenerators:
+    """Python's and NumPy's own generators, the ones that are used by those who make none."""
+
+    def __init__(self) -> None:
+        # Put in the place of NumPy's, which is faster than to save and restore that one's state.
+        self._spare = np.random.MT19937()
+
+    @contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        """Seeds both for the length of a block and puts them back as they were, also after an exception.
+
+        Args:
+            seed: The seed that both get, NumPy its lowest 32 bits.
+        """
+        python, numpy = random.getstate(), get_bit_generator()
+        set_bit_generator(self._spare)
+        try:
+            random.seed(seed)
+            np.random.seed(seed & _NUMPY_SEEDS)
+            yield
+        finally:
+            random.setstate(python)
+            set_bit_generator(numpy)
+
+
 class _Frame:
     """One open stream: its seed and how often each name was entered directly under it."""
 
@@ -69,7 +99,7 @@ class RandomStreams:
     number of earlier entries of that name under the same enclosing stream. So a module called twice draws different
     numbers each time, and a block on its own pipeline stage draws what it draws in the whole model.
 
-    Only torch's default generators are seeded, and only inside; Python's and NumPy's are left alone.
+    Only torch's default generators are seeded, and only inside; Python's and NumPy's where a stream is asked to.
 
     With ``torch.utils.checkpoint`` (``preserve_rng_state=True``, its default) the right order is stream outside,
     checkpoint inside: torch itself then restores the stream's state for the recomputation. A stream inside a
@@ -86,6 +116,7 @@ class RandomStreams:
     def __init__(self, seed: int, devices: Iterable[torch.device] = ()) -> None:
         self._seed = seed
         self._generators = default_generators(devices)
+        self._host = HostGenerators()
         self._step = 0
         self._root = _Frame(derive_seed(seed, 0, 0))
         self._open = self._root
@@ -109,11 +140,12 @@ class RandomStreams:
         self._root = self._open = _Frame(derive_seed(self._seed, step, microbatch))
 
     @contextmanager
-    def stream(self, name: str) -> Iterator[None]:
+    def stream(self, name: str, *, host: bool = False) -> Iterator[None]:
         """Runs a block with the generators seeded for this call of ``name``.
 
         Args:
             name: The module's name in the model.
+            host: Python's and NumPy's own generators are seeded too.
 
         Raises:
             ModuleError: In a backward recomputation that cannot tell which of several calls it repeats.
@@ -121,7 +153,10 @@ class RandomStreams:
         outer = self._open
         self._open = self._recomputed(name) if self._in_recomputation() else self._entered(name)
         try:
-            with seeded(self._generators, self._open.seed):
+            with (
+                seeded(self._generators, self._open.seed),
+                self._host.seeded(self._open.seed) if host else nullcontext(),
+            ):
                 yield
         finally:
             self._open = outer

@@ -1,4 +1,4 @@
-"""Who looks at the outputs of evaluation steps."""
+"""Who looks at the outputs of steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def are_seen(module: LightningModule, stage: str) -> bool:
 
     Args:
         module: The user's module.
-        stage: "validation", "test" or "predict".
+        stage: "train", "validation", "test" or "predict".
     """
     trainer = module.trainer
     hook = f"on_{stage}_batch_end"

@@ -152,4 +152,5 @@ class BatchRunner(ABC):
         if self._streams is None:
             return nullcontext()
         self._streams.at(step=position, microbatch=self._group.rank() * count + index)
-        return self._streams.stream(_STEP_STREAM)
+        # A step may mix its batch by Python's or NumPy's numbers; in modules these depend on the layout.
+        return self._streams.stream(_STEP_STREAM, host=True)

@@ -79,6 +79,23 @@ def test_outer_generators_continue_undisturbed() -> None:
     assert torch.equal(torch.cat(got), expected)
 
 
+def test_python_and_numpy_draw_from_the_stream_that_asks_for_it() -> None:
+    def drawn(streams: RandomStreams, step: int) -> tuple[float, float, float]:
+        streams.at(step=step, microbatch=0)
+        with streams.stream("step", host=True):
+            return random.random(), float(numpy.random.rand()), float(numpy.random.randn())
+
+    random.seed(1)
+    numpy.random.seed(1)
+    before = random.getstate(), numpy.random.get_state()[1].tolist()  # type: ignore[index]
+    first, second = drawn(RandomStreams(1), 0), drawn(RandomStreams(1), 1)
+    assert (random.getstate(), numpy.random.get_state()[1].tolist()) == before  # type: ignore[index]
+    random.seed(2)
+    numpy.random.randn()
+    assert first == drawn(RandomStreams(1), 0)
+    assert not set(first) & set(second)
+
+
 def test_python_and_numpy_generators_are_not_touched() -> None:
     before = random.getstate(), numpy.random.get_state()[1].tolist()  # type: ignore[index]
     draw(RandomStreams(1), "a", "b")
