@@ -22,7 +22,7 @@ _RUN = (
     "+trainer.enable_checkpointing=false",
 )
 _DROPOUT = "model.model.dropout=0.1"
-_PAIRS = (
+PAIRS = (
     ("plain Lightning", (), ("strategy=single",)),
     ("dropout 0.1", (_DROPOUT, "strategy.tensor_random=exact"), (_DROPOUT, "strategy=default", "trainer.devices=1")),
 )
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--every", type=int, default=5)
     wanted = parser.parse_args(arguments)
     shown = []
-    for title, mesh, one in _PAIRS:
+    for title, mesh, one in PAIRS:
         curves = [losses(overrides, steps=wanted.steps, every=wanted.every) for overrides in (mesh, one)]
         shown.append(table(title, *curves))
         print(f"{shown[-1]}\n", flush=True)
