@@ -58,6 +58,18 @@ def leaves(tree: Any) -> list[Any]:
     return found
 
 
+def mapped(change: Callable[[Any], Any], tree: Any) -> Any:
+    """Returns arguments or an output with other flat parts, as torch's pytree does, faster for the usual ones."""
+    kind = type(tree)
+    if kind is tuple:
+        return tuple([mapped(change, part) for part in tree])
+    if kind is list:
+        return [mapped(change, part) for part in tree]
+    if kind is dict:
+        return {key: mapped(change, part) for key, part in tree.items()}
+    return change(tree) if isinstance(tree, _PLAIN) else pytree.tree_map(change, tree)
+
+
 def counted(
     function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], is_hidden: Callable[[object], bool]
 ) -> bool:

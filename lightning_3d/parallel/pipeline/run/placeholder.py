@@ -9,11 +9,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.errors import ModuleError, user_line
-from lightning_3d.parallel.pipeline.record.hidden import Function
+from lightning_3d.parallel.pipeline.record.hidden import Function, mapped
 from lightning_3d.parallel.pipeline.record.step import Origin
 from lightning_3d.shards.foreign import check_not_handed_over
 from lightning_3d.shards.tensor import ShardTensor
@@ -180,7 +179,7 @@ def resolve(tree: Any) -> Any:
     def value(leaf: Any) -> Any:
         return leaf.bound if isinstance(leaf, Placeholder) and leaf.bound is not None else leaf
 
-    return pytree.tree_map(value, tree)
+    return mapped(value, tree)
 
 
 def replaced(tree: Any, change: Callable[[Tensor], Any]) -> Any:

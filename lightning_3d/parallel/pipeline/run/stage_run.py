@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from lightning_3d.errors import ModuleError, PlanError, user_line
 from lightning_3d.graph.calls import Call
 from lightning_3d.parallel.pipeline.plan import Stage
-from lightning_3d.parallel.pipeline.record.hidden import Function, HiddenValues, counted, leaves, numbered
+from lightning_3d.parallel.pipeline.record.hidden import Function, HiddenValues, counted, leaves, mapped, numbered
 from lightning_3d.parallel.pipeline.record.step import (
     ArgumentLeaf,
     CallRecord,
@@ -295,7 +295,7 @@ class StageRun:
             return leaf
 
         with torch.no_grad():
-            plain_args, plain_kwargs = pytree.tree_map(plain, (args, kwargs))
+            plain_args, plain_kwargs = mapped(plain, (args, kwargs))
             result = function(*plain_args, **plain_kwargs)
         if result is not None and not any(isinstance(leaf, Tensor) for leaf in leaves(result)):
             raise ModuleError(
@@ -317,7 +317,7 @@ class StageRun:
             own = leaf if same is None else leaf.detach()
             return Placeholder.of(own, requires_grad=wanted and own.is_floating_point(), again=again)
 
-        return pytree.tree_map(stand_in, result)
+        return mapped(stand_in, result)
 
     def _again(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Tensor | None]:
         """What was given back as it is may be another tensor for real values, or the same: found when it is used."""
