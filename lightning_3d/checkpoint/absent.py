@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 from typing_extensions import Self
 
 from lightning_3d.errors import CheckpointError
+from lightning_3d.shards.absent import form_of
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
@@ -85,11 +86,6 @@ def is_absent(value: object) -> bool:
 def stand_in(value: Any) -> Any:
     """Returns what stands in a state for an absent parameter; other values as they are."""
     return AbsentTensor(value) if isinstance(value, Tensor) and value.is_meta else value
-
-
-def form_of(tensor: Tensor) -> Tensor:
-    """Returns a meta tensor of the form of a tensor."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
 
 
 def present(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

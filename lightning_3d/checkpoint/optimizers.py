@@ -16,12 +16,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import Replicate, empty
 from torch.optim import Optimizer
 
-from lightning_3d.checkpoint.absent import AbsentTensor, form_of
+from lightning_3d.checkpoint.absent import AbsentTensor
 from lightning_3d.checkpoint.agreement import gather
 from lightning_3d.checkpoint.layout import empty_like, is_cut, laid_out, named_parameters
 from lightning_3d.checkpoint.members import Members, all_members, names_of
 from lightning_3d.checkpoint.packed import NO_LAYOUTS, PackedTensor, check_free, packed_like, unpacked
 from lightning_3d.errors import CheckpointError
+from lightning_3d.shards.absent import form_of
 from lightning_3d.shards.layout import Layout
 from lightning_3d.shards.presence import Presence
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-from lightning_3d.checkpoint.absent import form_of, is_absent, present
+from lightning_3d.checkpoint.absent import is_absent, present
 from lightning_3d.checkpoint.agreement import gather, together
 from lightning_3d.checkpoint.containers import from_plain
 from lightning_3d.checkpoint.files import resolve
@@ -31,6 +31,7 @@ from lightning_3d.checkpoint.tensors import read_tensors, stored_tensors
 from lightning_3d.errors import CheckpointError
 from lightning_3d.graph.parameters import class_name
 from lightning_3d.log import get_logger, info_once
+from lightning_3d.shards.absent import form_of
 from lightning_3d.shards.layout import Layout
 from lightning_3d.shards.presence import Presence
 

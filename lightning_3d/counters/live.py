@@ -175,7 +175,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _see(self, tensor: torch.Tensor, *, communication: bool) -> None:
-        if tensor.layout != torch.strided or tensor.device.type == "meta":
+        if tensor.layout != torch.strided or tensor.is_meta:
             return
         storage = tensor.untyped_storage()
         known = self._known(storage)

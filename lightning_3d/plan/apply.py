@@ -108,7 +108,7 @@ def _cut_stages(
     if plan.pipeline is None:
         return None, None
     group = pipeline_mesh(mesh).get_group()
-    return presence_of(plan.pipeline, group, device), apply_pipeline(module, plan.pipeline, group.rank())
+    return presence_of(plan.pipeline, group, device), apply_pipeline(module, plan.pipeline, group.rank(), device)
 
 
 def _apply_data(

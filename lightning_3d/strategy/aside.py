@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_3d.precision import Mesh3DPrecision
+from lightning_3d.shards.absent import arrivals_of
 
 
 class GradientsAside:
@@ -26,6 +27,7 @@ class GradientsAside:
         self._module = module
         self._precision = precision
         self._trained = trained
+        self._absent = arrivals_of(module)
         self._before: list[tuple[Tensor, Tensor | None]] = []
         self._gradients: list[tuple[Tensor, Tensor | None]] | None = None
 
@@ -44,6 +46,8 @@ class GradientsAside:
         The old ones are kept only for a module with its own idea of zeroing; torch's buckets would overwrite them.
         """
         keep = is_overridden("optimizer_zero_grad", self._module)
+        if not keep:
+            self._absent.clear()
         for parameter in self._trained():
             old = parameter.grad
             self._before.append((parameter, old.clone() if keep and old is not None else None))
@@ -66,4 +70,5 @@ class GradientsAside:
                 continue
             parameter.grad = gradient if kept is None else gradient + kept
         self._gradients = None
+        self._absent.arrive(self._trained())
         return self._precision.post_backward(loss, self._module)

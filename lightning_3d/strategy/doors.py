@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_3d.graph.calls import shadow
+from lightning_3d.shards.absent import check_readable
 from lightning_3d.strategy.optimizers import AbsentParameters
 
 _TOGGLES = ("toggle_optimizer", "untoggle_optimizer")
@@ -84,6 +85,7 @@ class ModuleDoors:
 
 def _log_whole(self: LightningModule, name: str, value: Any, *args: Any, **options: Any) -> None:
     """Logs a value that is computed from parts as one number: a part's would differ from rank to rank."""
+    check_readable(value, f"log({name!r}, ...)")
     whole = value.full_tensor() if isinstance(value, DTensor) else value
     type(self).log(self, name, whole, *args, **options)
 

@@ -147,7 +147,7 @@ def cut_in_stages(module: Stack, spec: MeshSpec) -> Presence:
     """Cuts a module over a mesh with a pipeline axis of two ranks."""
     mesh = build_device_mesh(spec, "cpu")
     group, plan = mesh["pipeline_parallel"].get_group(), plan_of(module)
-    stages = apply_pipeline(module, plan, group.rank()).stages
+    stages = apply_pipeline(module, plan, group.rank(), torch.device("cpu")).stages
     if spec.tensor > 1:
         cut_parameters(module, mesh["tensor_parallel"], cuts_of(spec.tensor))
     if spec.data > 1:

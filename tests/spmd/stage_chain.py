@@ -55,7 +55,7 @@ class Cut:
         found = plan(module, batch, world, **options)
         hooks = forward_hooks(module)
         streams = RandomStreams(3)
-        applied = apply_pipeline(module, found, rank)
+        applied = apply_pipeline(module, found, rank, CPU)
         runs = PipelineRuns(module, found, rank, dist.group.WORLD, hooks=hooks, device=CPU, streams=streams)
         for name in found.modules:
             around_calls(module.get_submodule(name), _both(runs.around(name), drawing(streams, name)))

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_3d.parallel.pipeline.plan import PipelinePlan
 from lightning_3d.parallel.pipeline.stage_module import StageModule
+from lightning_3d.shards.absent import Arrivals, Elsewhere, absent_parameter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,16 +36,17 @@ class AppliedStages:
         return found
 
 
-def apply_pipeline(module: nn.Module, plan: PipelinePlan, rank: int) -> AppliedStages:
+def apply_pipeline(module: nn.Module, plan: PipelinePlan, rank: int, device: torch.device) -> AppliedStages:
     """Frees in place what the stages of a rank do not own, and makes a module of each stage.
 
-    A freed parameter becomes one on the meta device, under all its names and in the attributes and lists that hold it.
-    It keeps its shape, its dtype, ``requires_grad`` and what users have written on it. Buffers stay.
+    A freed parameter becomes an absent one, under all its names and in the attributes and lists that hold it. It keeps
+    its shape, its dtype, ``requires_grad`` and what users have written on it. Buffers stay.
 
     Args:
         module: The whole module.
         plan: The plan that was made for it.
         rank: This rank's place on the pipeline axis.
+        device: This rank's device.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     held = {index: _held(plan, index) for index in range(len(plan.stages))}
@@ -53,8 +55,14 @@ def apply_pipeline(module: nn.Module, plan: PipelinePlan, rank: int) -> AppliedS
         stage.index: _stage_module(module, plan, stage.index, held[stage.index], names)
         for stage in plan.stages_of(rank)
     }
+    arrivals = Arrivals()
+
+    def without_memory(name: str, parameter: nn.Parameter) -> nn.Parameter:
+        elsewhere = Elsewhere(name=name, ranks=frozenset(plan.ranks_holding(name)), rank=rank)
+        return absent_parameter(parameter, elsewhere, device, arrivals)
+
     absent = {
-        id(parameter): _without_memory(parameter)
+        id(parameter): without_memory(name, parameter)
         for name, parameter in module.named_parameters()
         if name not in present
     }
@@ -79,13 +87,6 @@ def _stage_module(
         if own and child not in inside:
             holders.append((child, frozenset(own)))
     return StageModule(stage, parts, holders)
-
-
-def _without_memory(parameter: nn.Parameter) -> nn.Parameter:
-    empty = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-    # What users have written on it.
-    vars(empty).update(vars(parameter))
-    return empty
 
 
 def _replace(place: dict[str, Any], absent: Mapping[int, nn.Parameter]) -> None:

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.checkpoint.absent import AbsentTensor, form_of, is_absent, present, stand_in
+from lightning_3d.checkpoint.absent import AbsentTensor, is_absent, present, stand_in
 from lightning_3d.checkpoint.layout import as_saved, module_state
 from lightning_3d.errors import CheckpointError
+from lightning_3d.shards.absent import form_of
 
 
 def absent(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -54,7 +54,7 @@ def names(module: nn.Module) -> set[str]:
 def test_parameters_of_others_are_freed_and_stay_what_they_are() -> None:
     net = Net()
     gone = weakref.ref(net.blocks[1].weight_hh_l0.untyped_storage())
-    applied = apply_pipeline(net, planned(net, (0, 1)), 0)
+    applied = apply_pipeline(net, planned(net, (0, 1)), 0, torch.device("cpu"))
     gc.collect()
     assert gone() is None
     absent = {name for name, parameter in net.named_parameters() if parameter.is_meta}
@@ -82,7 +82,7 @@ def test_ties_of_absent_parameters_are_kept() -> None:
         modules={"blocks.0": (0,), "blocks.1": (1,), "head": (1,)},
         boundaries=plan.boundaries,
     )
-    apply_pipeline(net, other, 0)
+    apply_pipeline(net, other, 0, torch.device("cpu"))
     assert net.embed.weight.is_meta
     assert net.head.weight is net.embed.weight
     assert not net.scale.requires_grad
@@ -92,7 +92,7 @@ def test_what_is_on_the_meta_device_is_applied_too() -> None:
     with torch.device("meta"):
         net = Net()
     kept = net.blocks[0].weight_hh_l0
-    applied = apply_pipeline(net, planned(net, (0, 1)), 1)
+    applied = apply_pipeline(net, planned(net, (0, 1)), 1, torch.device("cpu"))
     assert net.blocks[0].weight_hh_l0 is not kept, "absent ones are objects of their own"
     # The head has the tied weight itself, so no holder is needed for the embedding's name.
     assert names(applied.stages[1]) == {*(f"parts.0.{name}" for name in GRU), "parts.1.weight", "parts.1.bias"}
@@ -101,7 +101,7 @@ def test_what_is_on_the_meta_device_is_applied_too() -> None:
 @pytest.mark.parametrize("reshard", [True, False])
 def test_stages_of_one_rank_share_parameters_and_the_lower_one_manages_them(reshard: bool) -> None:
     net = Net()
-    applied = apply_pipeline(net, planned(net, (0, 0)), 0)
+    applied = apply_pipeline(net, planned(net, (0, 0)), 0, torch.device("cpu"))
     assert not any(parameter.is_meta for parameter in net.parameters())
     assert applied.ignored[0] == frozenset()
     assert applied.ignored[1] == {net.embed.weight}
