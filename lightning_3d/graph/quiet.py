@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import LightningModule, Trainer
@@ -23,7 +26,7 @@ def quiet(module: LightningModule, *, keep_log: bool = False) -> Iterator[None]:
 
     Put back at the end: the attributes of every sub-module, what their collections, tensors and generators hold
     (metrics' states and buffers among them), the attributes of plain objects among them, and the random states of
-    torch, Python and numpy. Loggers hear nothing.
+    torch, Python and numpy. Iterators among the attributes give again what was taken. Loggers hear nothing.
 
     Args:
         module: The module whose steps run inside.
@@ -68,6 +71,10 @@ class _Memory:
     def add_module(self, module: nn.Module) -> None:
         """Remembers a module's attributes and their contents, not its sub-modules and parameters."""
         attributes = vars(module)
+        for key, value in attributes.items():
+            if isinstance(value, Iterator):
+                kept, attributes[key] = itertools.tee(value)
+                self._restores.append(partial(attributes.__setitem__, key, kept))
         self._add_dict(attributes)
         for key, value in attributes.items():
             if key not in ("_trainer", "_fabric"):
@@ -81,12 +88,26 @@ class _Memory:
         if isinstance(value, Tensor):
             if not value.is_meta:
                 self._restores.append(partial(value.copy_, value.clone()))
-        elif isinstance(value, torch.Generator):
-            self._restores.append(partial(value.set_state, value.get_state()))
+        elif self._add_generator(value):
+            return
         elif isinstance(value, _COLLECTIONS):
             self._add_collection(value)
         elif _is_of_the_user(type(value)) and isinstance(getattr(value, "__dict__", None), dict):
             self._add_collection(vars(value))
+
+    def _add_generator(self, value: Any) -> bool:
+        """Remembers the state of a generator of random numbers; returns whether the value is one."""
+        if isinstance(value, (torch.Generator, np.random.RandomState)):
+            generator: Any = value
+            self._restores.append(partial(generator.set_state, generator.get_state()))
+        elif isinstance(value, random.Random):
+            self._restores.append(partial(value.setstate, value.getstate()))
+        elif isinstance(value, np.random.Generator):
+            bits = value.bit_generator
+            self._restores.append(partial(setattr, bits, "state", bits.state))
+        else:
+            return False
+        return True
 
     def _add_collection(self, value: Any) -> None:
         """Remembers what a collection holds, and the collections in it."""
@@ -97,8 +118,13 @@ class _Memory:
             held = list(value)
             self._restores.append(partial(_refill, value, held))
         for part in held:
-            if isinstance(part, _COLLECTIONS) and not self._known(part):
+            if isinstance(part, nn.Module) and not self._known(part):
+                for child in part.modules():
+                    self.add_module(child)
+            elif isinstance(part, _COLLECTIONS) and not self._known(part):
                 self._add_collection(part)
+            else:
+                self._add_generator(part)
 
     def _add_dict(self, value: dict[Any, Any]) -> None:
         self._restores.append(partial(_refill_dict, value, dict(value)))

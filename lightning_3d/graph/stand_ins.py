@@ -15,20 +15,19 @@ from lightning.pytorch.core.optimizer import (
     _init_optimizers_and_lr_schedulers,
 )
 from lightning.pytorch.trainer.states import TrainerFn
-from torchmetrics import Metric
 
 from lightning_3d.graph.calls import shadow
+from lightning_3d.graph.metrics import metrics_of
 
 
 @contextmanager
 def without_metrics(module: LightningModule) -> Iterator[None]:
     """Context in which torchmetrics count nothing and are 0; they would read values and compute nothing of use."""
     with ExitStack() as at_end:
-        for child in module.modules():
-            if isinstance(child, Metric):
-                at_end.callback(shadow(child, "update", _nothing))
-                at_end.callback(shadow(child, "forward", _zero))
-                at_end.callback(shadow(child, "compute", _zero))
+        for metric in metrics_of(module):
+            at_end.callback(shadow(metric, "update", _nothing))
+            at_end.callback(shadow(metric, "forward", _zero))
+            at_end.callback(shadow(metric, "compute", _zero))
         yield
 
 

@@ -12,6 +12,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_3d.graph.calls import shadow
+from lightning_3d.graph.metrics import metrics_of
 from lightning_3d.strategy.relay import Relay
 
 # What a metric holds beside its states.
@@ -81,7 +82,7 @@ class MetricDoors:
             return self._relay.share(compute)
 
     def _metrics(self) -> list[Metric]:
-        return [child for child in self._module.modules() if isinstance(child, Metric)]
+        return metrics_of(self._module)
 
 
 class _Relayed:

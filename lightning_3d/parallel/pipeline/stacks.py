@@ -37,10 +37,14 @@ def pipeline_stacks(
         return _alike(module, stacks)
     mixed = [stack for stack in _mixed(module) if len(stack.blocks) > 1]
     if not mixed:
+        lists = (_list(child, name) for name, child in module.named_modules() if name)
+        others = [stack.name for stack in lists if stack is not None and len(stack.blocks) > 1]
+        named = f"pipeline_stack={others[0]!r}, or " if others else ""
         raise PlanError(
-            "the module has no list of two or more layers with parameters that a pipeline could cut "
+            "the module has no list of two or more layers of one class with parameters that a pipeline could cut "
             "(nn.ModuleList or nn.Sequential; a layer that stands in it several times counts once).",
-            fix="keep the layers in an nn.ModuleList, or leave pipeline_parallel_size=1",
+            valid=others or None,
+            fix=f"{named}keep the layers in an nn.ModuleList, or leave pipeline_parallel_size=1",
         )
     return (max(mixed, key=lambda stack: _size(module, stack)),)
 

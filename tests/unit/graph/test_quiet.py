@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torchmetrics import CatMetric, MeanMetric
+from torchmetrics import CatMetric, MeanMetric, SumMetric
 
 from lightning_3d.graph.quiet import quiet
 
@@ -145,3 +145,29 @@ def test_whatever_a_step_keeps_is_forgotten() -> None:
     assert torch.equal(module.generator.get_state(), drawn)
     assert random.getstate() == states[0]
     assert (np.random.get_state()[1] == states[1]).all()
+
+
+class Draws(L.LightningModule):
+    """Draws from everything that a module may keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generators = {"numpy": np.random.default_rng(0)}
+        self.rng, self.legacy, self.python = np.random.default_rng(1), np.random.RandomState(2), random.Random(3)
+        self.stream = iter(range(100))
+        self.plain = {"seen": SumMetric()}
+
+    def draw(self) -> tuple[float, ...]:
+        self.plain["seen"].update(1.0)
+        numbers = (self.rng.random(), self.legacy.rand(), self.python.random(), self.generators["numpy"].random())
+        return (*map(float, numbers), float(next(self.stream)))
+
+
+def test_generators_iterators_and_plainly_held_metrics_are_put_back() -> None:
+    module, expected = Draws(), Draws()
+    for _ in range(3):
+        with quiet(module):
+            module.draw()
+            module.draw()
+    assert [module.draw(), module.draw()] == [expected.draw(), expected.draw()]
+    assert module.plain["seen"].compute() == 2.0

@@ -74,7 +74,7 @@ class Leaks:
             raise ModuleError(
                 f"a hidden value comes to {to} ({user_line()}) without having been returned: it {found[2]}, which "
                 "other stages do not run.",
-                fix="return it from the block, and hand it on",
+                fix="return it from the block, in a tuple, list or dict (a dataclass hides it), and hand it on",
             )
 
 
