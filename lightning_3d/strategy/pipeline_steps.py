@@ -14,6 +14,7 @@ from lightning_3d.log import get_logger
 from lightning_3d.parallel.data.engine import explained
 from lightning_3d.parallel.pipeline.engine import PipelineEngine
 from lightning_3d.random.seeds import derive_seed
+from lightning_3d.strategy.attributes import StepAttributes
 from lightning_3d.strategy.collectives import DataCollectives
 from lightning_3d.strategy.metrics import MetricDoors
 from lightning_3d.strategy.outputs import are_seen
@@ -37,6 +38,7 @@ class PipelineRunner(BatchRunner):
         pipeline: Runs the schedule.
         relay: Sends what the last stage has found.
         metrics: The doors of the module's metrics.
+        attributes: What steps change in the module.
         collectives: Reductions over the data axis.
         finishes_some: This rank owns the last stage and others.
     """
@@ -48,6 +50,7 @@ class PipelineRunner(BatchRunner):
         pipeline: PipelineEngine,
         relay: Relay,
         metrics: MetricDoors,
+        attributes: StepAttributes,
         collectives: DataCollectives,
         finishes_some: bool,
     ) -> None:
@@ -55,6 +58,7 @@ class PipelineRunner(BatchRunner):
         self._pipeline = pipeline
         self._relay = relay
         self._metrics = metrics
+        self._attributes = attributes
         self._collectives = collectives
         self._finishes_some = finishes_some
         # Steps of evaluation that no schedule can run.
@@ -73,14 +77,16 @@ class PipelineRunner(BatchRunner):
             self._engine.before_microbatch(last=not self.accumulating, backwards=batch.count)
             loss = BatchLoss(batch, self._accumulation, self._precision.scaled)
             train = partial(self._pipeline.train, batch.step, loss, batch.signatures)
+            self._attributes.begin()
             results = self._engine.scheduled(train)
         self._aside.put_aside()
 
         def outcome() -> StepOutcome:
             loss.check()
-            return batch.outcome(results)
+            return batch.outcome(results, self._attributes.changed())
 
         told = self._relay.share(outcome, large=False)
+        self._attributes.finish(told.attributes)
         for weight in told.weights:
             self._window.add(weight)
         self._log(told)
@@ -109,10 +115,14 @@ class PipelineRunner(BatchRunner):
             with self._metrics.alone():
                 batch = self._prepared_if_possible(method, args, position, context)
                 if batch is not None:
+                    self._attributes.begin()
                     results = self._engine.scheduled(partial(self._pipeline.evaluate, batch.step, batch.signatures))
                     self._engine.rest()
             if batch is not None:
-                told = self._relay.share(partial(batch.outcome, results), large=are_seen(self._module, stage))
+                told = self._relay.share(
+                    lambda: batch.outcome(results, self._attributes.changed()), large=are_seen(self._module, stage)
+                )
+                self._attributes.finish(told.attributes)
                 self._log(told)
                 return told.output
         with context(), self._stream(position, 0, 1):
@@ -164,7 +174,7 @@ class PipelineRunner(BatchRunner):
     def _around(
         self, context: Callable[[], AbstractContextManager[Any]], position: int, count: int, index: int
     ) -> Iterator[None]:
-        with context(), self._stream(position, index, count):
+        with context(), self._stream(position, index, count), self._attributes.stage(index):
             if not self._finishes_some:
                 yield
                 return

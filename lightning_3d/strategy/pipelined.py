@@ -32,11 +32,13 @@ class StepOutcome:
         output: What the step returned, of all micro-batches together.
         logs: What it logged, one call for each name.
         weights: The ``loss_weight`` of each micro-batch, or None.
+        attributes: What it changed in the module, from `StepAttributes.changed`.
     """
 
     output: Any
     logs: tuple[LogCall, ...]
     weights: tuple[float | None, ...]
+    attributes: bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,11 +100,12 @@ class PipelinedBatch:
         """The kinds of all micro-batches that run."""
         return [*self.kinds, *self.kinds[-1:] * (self.count - len(self.kinds))]
 
-    def outcome(self, results: Mapping[int, Any]) -> StepOutcome:
+    def outcome(self, results: Mapping[int, Any], attributes: bytes) -> StepOutcome:
         """Returns what the batch has to tell.
 
         Args:
             results: What `step` returned for each micro-batch.
+            attributes: What the batch has changed in the module.
         """
         collector = LogCollector()
         outputs = []
@@ -118,7 +121,7 @@ class PipelinedBatch:
         joined = join_outputs(
             outputs, sizes=self.sizes, shares=output_shares(self.sizes, weights) if training else shares(self.sizes)
         )
-        return StepOutcome(output=joined, logs=tuple(collector.combined()), weights=weights)
+        return StepOutcome(output=joined, logs=tuple(collector.combined()), weights=weights, attributes=attributes)
 
 
 def kinds_of(

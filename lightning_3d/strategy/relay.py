@@ -69,6 +69,18 @@ class Relay:
         result: T = found
         return result
 
+    def packed(self, value: Any) -> bytes | None:
+        """Returns a value as bytes that may be shared inside of another one, all tensors whole; None if none can be."""
+        try:
+            return self._packed(value, large=True)
+        # Objects of the user's raise what they like.
+        except Exception:
+            return None
+
+    def unpacked(self, content: bytes) -> Any:
+        """Returns what was `packed` on the rank of the last stage."""
+        return _Unpacker(BytesIO(content), self._module, self._device).load()
+
     def _send(self, content: bytes) -> None:
         message = len(content).to_bytes(_LENGTH, "big") + content
         self._broadcast(message[:_FIRST].ljust(_FIRST, b"\0"), _FIRST)
@@ -87,7 +99,7 @@ class Relay:
         content = first[_LENGTH:size]
         if size > _FIRST:
             content += self._broadcast(b"", size - _FIRST)
-        found = _Unpacker(BytesIO(content), self._module, self._device).load()
+        found = self.unpacked(content)
         if isinstance(found, Lightning3DError):
             raise found
         return found

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_3d.config.schema import StrategyConfig
 from lightning_3d.precision import Mesh3DPrecision
+from lightning_3d.strategy.attributes import StepAttributes
 from lightning_3d.strategy.life import AppliedModule
 from lightning_3d.strategy.metrics import MetricDoors
 from lightning_3d.strategy.pipeline_steps import PipelineRunner
@@ -67,6 +68,7 @@ def make_runner(
         pipeline=stages.engine,
         relay=relay,
         metrics=metrics,
+        attributes=StepAttributes(applied.module, plan, run.pipeline_group.rank(), relay),
         collectives=run.collectives,
         finishes_some=relay.sends and len(plan.stages_of(plan.last_rank)) > 1,
     )
