@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -91,6 +92,24 @@ def counted(
     return any(map(is_hidden, leaves((args, kwargs))))
 
 
+def written(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Returns what a function of torch changes: what it is given as ``out``, or its first argument."""
+    if kwargs.get("out") is not None:
+        return leaves(kwargs["out"])
+    if writes_to_first(function) or _is_told_in_place(function, args, kwargs):
+        return [args[0] if args else kwargs.get("input")]
+    return []
+
+
+def _is_told_in_place(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if "inplace" in kwargs:
+        return bool(kwargs["inplace"])
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return False
+    return any(name == "inplace" and bool(value) for name, value in zip(code.co_varnames, args, strict=False))
+
+
 @dataclass(slots=True, eq=False)
 class Hidden:
     """A hidden value.
@@ -103,6 +122,7 @@ class Hidden:
         used: Position of its last use.
         stale: Whether another tensor was written to since then, after a block, that shares its memory: on another
             stage the two would be apart.
+        base: What it is a view of, or was before it was written to; only where memory is watched.
     """
 
     value: Tensor
@@ -111,12 +131,25 @@ class Hidden:
     requires_grad: bool
     used: int = -1
     stale: bool = False
+    base: Hidden | None = None
+
+    def root(self, position: int) -> Hidden:
+        """Returns what it is part of on a stage that receives all that was made before a position, each by itself."""
+        found = self
+        while found.position >= position and found.base is not None:
+            found = found.base
+        return found
 
 
 class HiddenValues:
-    """All hidden values of one run, in the order in which they were made."""
+    """All hidden values of one run, in the order in which they were made.
 
-    def __init__(self) -> None:
+    Args:
+        watch_memory: Note which of them are stale.
+    """
+
+    def __init__(self, *, watch_memory: bool = False) -> None:
+        self._watch_memory = watch_memory
         self._now: dict[int, Hidden] = {}
         self._all: list[Hidden] = []
         self._calls: Counter[str] = Counter()
@@ -135,9 +168,19 @@ class HiddenValues:
         self._calls[module] += 1
         return number
 
-    def made(self, value: Tensor, origin: Origin, position: int) -> None:
-        """Notes a tensor as new, or as written to, by its origin."""
+    def made(self, value: Tensor, origin: Origin, position: int, inputs: Sequence[Any] = ()) -> None:
+        """Notes a tensor as new, or as written to, by its origin.
+
+        Args:
+            value: The tensor.
+            origin: Who made it.
+            position: Blocks that had begun.
+            inputs: What it was made from.
+        """
         found = Hidden(value=value, origin=origin, position=position, requires_grad=value.requires_grad)
+        if self._watch_memory:
+            known = filter(None, map(self.find, inputs))
+            found.base = next((hidden for hidden in known if _share_memory(hidden.value, value)), None)
         self._now[id(value)] = found
         self._all.append(found)
 
@@ -154,29 +197,34 @@ class HiddenValues:
         for index, leaf in enumerate(leaves(output)):
             if isinstance(leaf, Tensor) and id(leaf) not in seen:
                 seen.add(id(leaf))
-                self.made(leaf, numbered(origin, index), position)
+                self.made(leaf, numbered(origin, index), position, arguments)
 
-    def made_by_function(self, function: Function, args: tuple[Any, ...], output: Any, position: int) -> None:
+    def made_by_function(
+        self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, position: int
+    ) -> None:
         """Notes the result of a counted function at the level of containers; its number is that of these calls."""
         name = getattr(function, "__name__", str(function))
         origin = Origin(kind="function", maker=name, call=self._functions)
         self._functions += 1
-        written = args[0] if args and writes_to_first(function) else None
-        if written is not None:
-            self._overwritten(written, position)
+        changed = written(function, args, kwargs)
+        for value in changed:
+            self._overwritten(value, position)
         # __setitem__ returns nothing.
-        results = [written] if output is None else leaves(output)
+        results = changed if output is None else leaves(output)
+        inputs = leaves((args, kwargs)) if self._watch_memory else ()
         for index, leaf in enumerate(results):
-            if isinstance(leaf, Tensor) and (leaf is written or id(leaf) not in self._now):
-                self.made(leaf, numbered(origin, index), position)
+            if isinstance(leaf, Tensor) and (id(leaf) not in self._now or any(leaf is value for value in changed)):
+                self.made(leaf, numbered(origin, index), position, inputs)
 
-    def _overwritten(self, value: Tensor, position: int) -> None:
-        """Notes which other values have changed with one."""
-        written = self.find(value)
-        if written is None:
+    def _overwritten(self, value: Any, position: int) -> None:
+        """Notes which other values have changed with one, and would not on a stage that was sent both."""
+        changed = self.find(value)
+        if changed is None or not self._watch_memory:
             return
+        root = changed.root(position)
         for other in self._now.values():
-            if other is not written and max(other.position, written.position) < position:
+            apart = other.root(position)
+            if apart is not root and max(apart.position, root.position) < position:
                 other.stale = other.stale or _share_memory(other.value, value)
 
 
@@ -216,7 +264,9 @@ def structure(output: Any, arguments: Sequence[Any], outer: Sequence[Any] = ()) 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
     if isinstance(one, ShardTensor) or isinstance(other, ShardTensor):
         return False
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+    # Whoever watches functions does not ask for this one.
+    with torch._C.DisableTorchFunction():
+        return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _has_identity(leaf: Any) -> bool:

@@ -14,9 +14,8 @@ from torch.utils import _pytree as pytree
 from lightning_3d.errors import ModuleError, user_line
 from lightning_3d.graph.parameters import class_name
 from lightning_3d.graph.places import innermost_call
-from lightning_3d.parallel.pipeline.record.hidden import Function, Hidden, HiddenValues, counted, structure
+from lightning_3d.parallel.pipeline.record.hidden import Function, Hidden, HiddenValues, counted, structure, written
 from lightning_3d.parallel.pipeline.record.step import CallRecord, Origin, StepRecord, Structure, Value
-from lightning_3d.shards.protocol import writes_to_first
 from lightning_3d.shards.tensor import ShardTensor
 
 ProceedFunction = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
@@ -81,7 +80,7 @@ class Recorder:
         self._parameters: dict[str, set[int]] = defaultdict(set)
         self._modules: dict[str, set[int]] = defaultdict(set)
         self._flops = [0.0] * (len(blocks) + 1)
-        self._values = HiddenValues()
+        self._values = HiddenValues(watch_memory=True)
         self._inside: _Inside | None = None
         self._shown: dict[str, _Inside] = {}
         self._computes_hidden = False
@@ -241,12 +240,17 @@ class Recorder:
             output = proceed(function, args, kwargs)
         finally:
             self._computes_hidden = False
-        self._values.made_by_function(function, args, output, self.position)
+        self._values.made_by_function(function, args, kwargs, output, self.position)
         return output
 
     def used(self, values: Any) -> None:
         """Notes values that are logged or given to a metric: they are needed at the end of the step."""
         self._use(pytree.tree_leaves(values), at=len(self._blocks))
+
+    def kept(self, values: Any) -> None:
+        """Notes values that the step has left in attributes, which are those of the last stage."""
+        found = map(self._values.find, pytree.tree_leaves(values))
+        self.used([hidden.value for hidden in found if hidden is not None and not hidden.stale])
 
     def measured(self, metric: str, values: Any) -> None:
         """Notes what a metric is given.
@@ -329,8 +333,7 @@ class Recorder:
         name = getattr(function, "__name__", "")
         if name in _READERS:
             self.refuse_values(name)
-        written = kwargs.get("out", args[0] if args and writes_to_first(function) else None)
-        if written is not None and not all(map(self._is_hidden, pytree.tree_leaves(written))):
+        if not all(map(self._is_hidden, written(function, args, kwargs))):
             raise ModuleError(
                 f"{name} in {_place()} writes a hidden value into a tensor that has none; on other stages it would "
                 "be missing there.",

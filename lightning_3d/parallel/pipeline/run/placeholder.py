@@ -12,7 +12,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.errors import ModuleError, user_line
-from lightning_3d.parallel.pipeline.record.hidden import Function, mapped
+from lightning_3d.parallel.pipeline.record.hidden import Function, leaves, mapped
 from lightning_3d.parallel.pipeline.record.step import Origin
 from lightning_3d.shards.foreign import check_not_handed_over
 from lightning_3d.shards.tensor import ShardTensor
@@ -180,6 +180,22 @@ def resolve(tree: Any) -> Any:
         return leaf.bound if isinstance(leaf, Placeholder) and leaf.bound is not None else leaf
 
     return mapped(value, tree)
+
+
+def made_again(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Tensor | None]:
+    """Returns what makes a value from received ones, and None until they are.
+
+    What was given back as it is may be another tensor for real values, or the same: that is found when it is used.
+    """
+
+    def value() -> Tensor | None:
+        if any(isinstance(leaf, Placeholder) and leaf.bound is None for leaf in leaves((args, kwargs))):
+            return None
+        known_args, known_kwargs = resolve((args, kwargs))
+        result: Tensor = function(*known_args, **known_kwargs)
+        return result
+
+    return value
 
 
 def replaced(tree: Any, change: Callable[[Tensor], Any]) -> Any:

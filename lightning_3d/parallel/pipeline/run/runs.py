@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_3d.errors import ModuleError
+from lightning_3d.graph.attributes import Attributes
 from lightning_3d.graph.calls import Call, Handler, shadow
 from lightning_3d.graph.quiet import quiet
 from lightning_3d.graph.stand_ins import without_metrics
@@ -60,6 +61,7 @@ class PipelineRuns:
         tensor_group: ShardGroup | None = None,
     ) -> None:
         self._module = module
+        self._attributes = Attributes(module, plan.blocks)
         self._site = Site(
             module=module,
             plan=plan,
@@ -147,8 +149,10 @@ class PipelineRuns:
 
         with quiet(module, keep_log=True), without_metrics(module):
             put_back = shadow(module, "log", log)
+            before = self._attributes.now()
             try:
                 output = self._during(run, lambda: run.run(step))
+                recorder.kept([change.content for change in before.changes()])
             finally:
                 put_back()
         record = recorder.finish(output)

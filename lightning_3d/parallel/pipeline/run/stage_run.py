@@ -14,7 +14,15 @@ from torch.utils import _pytree as pytree
 from lightning_3d.errors import ModuleError, PlanError, user_line
 from lightning_3d.graph.calls import Call
 from lightning_3d.parallel.pipeline.plan import Stage
-from lightning_3d.parallel.pipeline.record.hidden import Function, HiddenValues, counted, leaves, mapped, numbered
+from lightning_3d.parallel.pipeline.record.hidden import (
+    Function,
+    HiddenValues,
+    counted,
+    leaves,
+    mapped,
+    numbered,
+    written,
+)
 from lightning_3d.parallel.pipeline.record.step import (
     ArgumentLeaf,
     CallRecord,
@@ -35,6 +43,7 @@ from lightning_3d.parallel.pipeline.run.placeholder import (
     Placeholder,
     StageExit,
     about,
+    made_again,
     refuse,
     resolve,
     tells_about,
@@ -42,7 +51,6 @@ from lightning_3d.parallel.pipeline.run.placeholder import (
 )
 from lightning_3d.parallel.pipeline.run.site import Site
 from lightning_3d.shards.partial import PartialTensor
-from lightning_3d.shards.protocol import writes_to_first
 from lightning_3d.shards.tensor import ShardTensor
 
 _Result = TypeVar("_Result")
@@ -257,7 +265,7 @@ class StageRun:
         else:
             output = self._imagined(function, args, kwargs)
         if not self._in_hooks:
-            self._values.made_by_function(function, args, output, self._position)
+            self._values.made_by_function(function, args, kwargs, output, self._position)
             self._name_origins(output)
         return output
 
@@ -304,7 +312,7 @@ class StageRun:
                 fix="compute it with tensors (torch.where instead of if), inside a block, or after the last block",
             )
         kept = {id(leaf) for leaf in given}
-        writes = writes_to_first(function)
+        writes = bool(written(function, args, kwargs))
         derived = getattr(function, "__name__", "") == "contiguous"
 
         def stand_in(leaf: Any) -> Any:
@@ -312,24 +320,13 @@ class StageRun:
                 return leaf
             same = shown.get(id(leaf))
             if same is not None and writes:
+                same.requires_grad = same.requires_grad or wanted
                 return same
-            again = self._again(function, args, kwargs) if derived or same is not None else None
+            again = made_again(function, args, kwargs) if derived or same is not None else None
             own = leaf if same is None else leaf.detach()
             return Placeholder.of(own, requires_grad=wanted and own.is_floating_point(), again=again)
 
         return mapped(stand_in, result)
-
-    def _again(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Tensor | None]:
-        """What was given back as it is may be another tensor for real values, or the same: found when it is used."""
-
-        def value() -> Tensor | None:
-            if any(isinstance(leaf, Placeholder) and leaf.bound is None for leaf in leaves((args, kwargs))):
-                return None
-            known_args, known_kwargs = resolve((args, kwargs))
-            result: Tensor = function(*known_args, **known_kwargs)
-            return result
-
-        return value
 
     def _name_origins(self, output: Any) -> None:
         for leaf in leaves(output):
