@@ -26,7 +26,7 @@ from lightning_3d.shards.writes import tensors_in
 
 _META = torch.device("meta")
 # What they give depends on values, its shape too; and what to call them.
-_READS = {
+_READS: Mapping[str, str] = {
     **dict.fromkeys(("_local_scalar_dense", "is_nonzero"), "to read a number"),
     **{name: name for name in ("equal", "allclose", "nonzero", "masked_select", "_unique2")},
 }

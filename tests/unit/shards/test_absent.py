@@ -154,7 +154,8 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("act", REFUSED.values(), ids=REFUSED.keys())
 @torch.no_grad()
 def test_values_are_refused(act: Callable[[Any], Any]) -> None:
-    with pytest.raises(ModuleError, match=r"parameter 'w', .* lies on pipeline ranks 1, 3, and this is rank 0") as found:
+    place = "parameter 'w', .* lies on pipeline ranks 1, 3, and this is rank 0"
+    with pytest.raises(ModuleError, match=place) as found:
         act(absent(ranks=(3, 1)))
     assert "self.clip_gradients(" in str(found.value)
     assert "strategy.full_tensor('w', p or p.grad)" in str(found.value)

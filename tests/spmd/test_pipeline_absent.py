@@ -1,0 +1,208 @@
+"""Hooks that walk over all parameters of a pipeline: what one device gives, or one kind of error on every rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor, nn
+
+from lightning_3d import ModuleError
+from tests.spmd.pipeline_watched import TWO, samples
+from tests.spmd.pool import run_spmd
+from tests.spmd.tensor_runs import Ranks, seen_alike
+from tests.spmd.toys import Plain
+
+pytestmark = [pytest.mark.spmd, pytest.mark.timeout(240)]
+
+
+class Acting(Plain):
+    """Does something in one of its hooks."""
+
+    def __init__(self, act: Callable[[Any], None], hook: str) -> None:
+        super().__init__()
+        self.average = copy.deepcopy(self.model).requires_grad_(False)
+        self.shadow: dict[str, Tensor] = {}
+        self.draws: list[float] = []
+        setattr(self, hook, lambda *args: self.called(act))
+
+    @torch.no_grad()
+    def called(self, act: Callable[[Any], None]) -> None:
+        act(self)
+        # Where the generator is.
+        self.draws.append(float(torch.rand((), dtype=torch.float64)))
+
+    def gradients(self) -> list[Tensor]:
+        """Returns all gradients that there are."""
+        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+
+
+def initialise(module: Acting) -> None:
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            nn.init.orthogonal_(layer.weight, 0.7)
+            nn.init.trunc_normal_(layer.bias, std=0.1)
+        elif isinstance(layer, nn.LayerNorm):
+            nn.init.normal_(layer.weight, 1.0, 0.1)
+
+
+def disturb(module: Acting) -> None:
+    for gradient in module.gradients():
+        gradient.add_(torch.randn_like(gradient), alpha=0.01)
+
+
+def shrink(module: Acting) -> None:
+    for parameter in module.model.parameters():
+        parameter.mul_(0.99).div_(torch.clamp(parameter.norm() / 2, min=1.0))
+    torch._foreach_mul_([*module.model.parameters()], 0.99)
+
+
+def rescale(module: Acting) -> None:
+    nn.utils.clip_grad_value_(module.parameters(), 0.05)
+    for gradient in module.gradients():
+        gradient.mul_(1 / (1 + gradient.norm()))
+
+
+def follow(module: Acting) -> None:
+    for average, parameter in zip(module.average.parameters(), module.model.parameters(), strict=True):
+        average.lerp_(parameter, 0.1)
+    for name, parameter in module.model.named_parameters():
+        before = module.shadow.get(name, parameter.detach().clone())
+        module.shadow[name] = before.mul_(0.9).add_(parameter.detach(), alpha=0.1)
+        parameter.copy_(module.shadow[name])
+
+
+def drop(module: Acting) -> None:
+    module.zero_grad()
+    assert not module.gradients()
+
+
+SERVED = {
+    "on_fit_start": (initialise,),
+    "on_after_backward": (disturb, drop),
+    "on_before_optimizer_step": (disturb, rescale),
+    "on_train_batch_end": (initialise, shrink, follow, disturb),
+}
+
+
+def served(ranks: Ranks) -> Any:
+    seen = []
+    for hook, acts in SERVED.items():
+        for act in acts:
+            torch.manual_seed(3)
+            module = Acting(act, hook)
+            record = ranks.fit(module, samples(12))
+            strategy: Any = module.trainer.strategy
+            whole = {name: strategy.full_tensor(name, value) for name, value in module.named_parameters()}
+            seen.append((hook, act.__name__, module.draws, record, whole))
+    return seen
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_what_needs_no_values_gives_what_one_device_gives(zero: int) -> None:
+    seen_alike(served, 4 if zero else 2, timeout=200, zero_stage=zero, **TWO)
+
+
+def there(ranks: Ranks) -> Any:
+    seen: list[Any] = []
+
+    class Counting(Plain):
+        def count(self, hook: str) -> None:
+            seen.append((hook, sum(parameter.grad is not None for parameter in self.parameters())))
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.count("start")
+
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            self.count("zero")
+
+        def on_before_backward(self, loss: Tensor) -> None:
+            self.count("before")
+
+        def on_after_backward(self) -> None:
+            self.count("after")
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.count("step")
+            whole: Any = self.trainer.strategy
+            gradients = [whole.full_tensor(name, each.grad) for name, each in self.named_parameters()]
+            seen.append(torch.stack([gradient.norm() for gradient in gradients]).norm())
+
+    ranks.fit(Counting(), samples(12))
+    ranks.fit(Counting(), samples(16), accumulate_grad_batches=2)
+    # A batch that only accumulates has its gradients wait, on a pipeline.
+    return [each for each in seen if isinstance(each, Tensor) or each[0] == "step"], len(seen)
+
+
+def test_gradients_are_there_where_one_device_has_them() -> None:
+    seen_alike(there, zero_stage=0, **TWO)
+
+
+def clip_all(module: Acting) -> None:
+    nn.utils.clip_grad_norm_(module.parameters(), 0.05)
+
+
+def log_norms(module: Acting) -> None:
+    module.log_dict(cast("dict[str, Any]", grad_norm(module, 2)))
+
+
+def log_total(module: Acting) -> None:
+    module.log("total", torch.stack([gradient.norm() for gradient in module.gradients()]).norm())
+
+
+def add_numbers(module: Acting) -> None:
+    sum(gradient.norm().item() for gradient in module.gradients())
+
+
+def skip_if_infinite(module: Acting) -> None:
+    if not all(torch.isfinite(gradient).all() for gradient in module.gradients()):
+        module.zero_grad()
+
+
+def mix(module: Acting) -> None:
+    blocks: Any = module.model.blocks
+    for one, other in zip(blocks[0].parameters(), blocks[3].parameters(), strict=True):
+        mean = (one + other) / 2
+        torch.zeros_like(mean).add_(mean)
+        module.draws.append(float(mean.sum()))
+
+
+def look(module: Acting) -> None:
+    module.draws.append(sum(float(parameter.max()) for parameter in module.parameters()))
+
+
+REFUSED = (clip_all, log_norms, log_total, add_numbers, skip_if_infinite, mix, look)
+
+
+def refused(rank: int, world: int) -> list[str]:
+    ranks = Ranks(world=world, strategy=TWO)
+    found = []
+    for act in REFUSED:
+        with pytest.raises(ModuleError) as error:
+            ranks.fit(Acting(act, "on_before_optimizer_step"), samples(4))
+        found.append(str(error.value))
+    return found
+
+
+def test_what_needs_values_is_refused_on_every_rank() -> None:
+    for rank, messages in enumerate(run_spmd(refused, 2, timeout=120)):
+        for message in messages:
+            assert f"it lies on pipeline rank {1 - rank}, and this is rank {rank}" in message
+            assert "self.clip_gradients(" in message
+            assert "strategy.full_tensor(" in message
+
+
+def clipped(ranks: Ranks) -> Any:
+    class Clipping(Plain):
+        def configure_gradient_clipping(self, optimizer: Any, *args: Any, **options: Any) -> None:
+            self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+
+    return ranks.fit(Clipping(), samples(12))
+
+
+def test_the_way_out_of_clipping() -> None:
+    seen_alike(clipped, **TWO)
