@@ -167,13 +167,17 @@ def test_what_is_logged_is_refused_by_its_name() -> None:
         check_readable(absent().norm(), "log('there')")
 
 
+def there(parameter: Any) -> bool:
+    return parameter.grad is not None
+
+
 def test_gradients_are_there_as_long_as_this_ranks_own() -> None:
     arrivals, own = Arrivals(), nn.Parameter(torch.ones(2))
     net = nn.Linear(6, 4)
     net.weight = parameter = absent(arrivals=arrivals)
-    assert parameter.grad is None
+    assert not there(parameter)
     arrivals.arrive([own])
-    assert parameter.grad is None, "they wait"
+    assert not there(parameter), "they wait"
     own.grad = torch.ones(2)
     assert isinstance(parameter.grad, Absent)
     assert parameter.grad is parameter.grad
@@ -181,15 +185,15 @@ def test_gradients_are_there_as_long_as_this_ranks_own() -> None:
     with pytest.raises(ModuleError, match="grad_norm needs values"):
         grad_norm(net, 2)
     net.zero_grad(set_to_none=False)
-    assert parameter.grad is not None
+    assert there(parameter)
     net.zero_grad()
-    assert parameter.grad is None
+    assert not there(parameter)
     parameter.grad = torch.ones(4, 6)
-    assert parameter.grad is not None
+    assert there(parameter)
     parameter.grad = None
     arrivals.arrive([own])
-    assert parameter.grad is not None
-    assert parameter.requires_grad_(False).grad is None
+    assert there(parameter)
+    assert not there(parameter.requires_grad_(False))
     parameter.requires_grad_()
     arrivals.clear()
-    assert parameter.grad is None
+    assert not there(parameter)
