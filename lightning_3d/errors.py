@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
+from traceback import walk_stack, walk_tb
 
 _OWN = f"{Path(__file__).parent}{os.sep}"
 # Models that could be anybody's.
@@ -73,17 +73,20 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
-def user_line() -> str:
-    """Returns file and line of the user's code that runs here: not torch's, not this package's, not generated code."""
+def user_line(error: BaseException | None = None) -> str:
+    """Returns file and line of the user's code that runs here: not torch's, not this package's, not generated code.
+
+    Args:
+        error: Where it was raised instead.
+    """
     torch = find_spec("torch")
     assert torch is not None, "the package needs it"
     others = (_OWN, f"{Path(torch.origin or '').parent}{os.sep}", "<")
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    raised = [] if error is None else [*walk_tb(error.__traceback__)]
+    for frame, line in [*reversed(raised), *walk_stack(sys._getframe(1))]:
         file = frame.f_code.co_filename
         if file.startswith(_REFERENCE) or not file.startswith(others):
-            return f"{file}:{frame.f_lineno}"
-        frame = frame.f_back
+            return f"{file}:{line}"
     return "an unknown place"
 
 

@@ -17,6 +17,7 @@ from lightning_3d.graph.calls import shadow
 from lightning_3d.graph.observer import EndPass, Function, Observer, Proceed, ProceedModule, Scene, ValueRead
 from lightning_3d.graph.parameters import ParameterTable
 from lightning_3d.parallel.pipeline.owners import parameters_below
+from lightning_3d.parallel.pipeline.record.attributes import attributes_explained
 from lightning_3d.parallel.pipeline.record.flops import CountsFlops
 from lightning_3d.parallel.pipeline.record.leaks import Leaks
 from lightning_3d.parallel.pipeline.record.recorder import Recorder
@@ -83,7 +84,8 @@ class PipelineObserver(Observer):
         """
 
         def run() -> Any:
-            with self._listening(), CountsFlops(self._now.recorder.add_flops):
+            explained = attributes_explained(self._module, self.watched())
+            with explained, self._listening(), CountsFlops(self._now.recorder.add_flops):
                 return step()
 
         return run

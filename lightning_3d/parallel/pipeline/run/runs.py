@@ -11,12 +11,13 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_3d.errors import ModuleError
+from lightning_3d.errors import Lightning3DError, ModuleError
 from lightning_3d.graph.attributes import Attributes
 from lightning_3d.graph.calls import Call, Handler, shadow
 from lightning_3d.graph.quiet import quiet
 from lightning_3d.graph.stand_ins import without_metrics
 from lightning_3d.parallel.pipeline.plan import PipelinePlan
+from lightning_3d.parallel.pipeline.record.attributes import attributes_explained, failed_before
 from lightning_3d.parallel.pipeline.record.recorder import Recorder
 from lightning_3d.parallel.pipeline.record.step import StepRecord
 from lightning_3d.parallel.pipeline.run.agreement import check_record, digest
@@ -111,7 +112,14 @@ class PipelineRuns:
         assert self._run is None, "a stage runs by itself"
         self._site.look_again()
         run = StageRun(self._site, self._site.plan.stages[stage], received, record)
-        return self._during(run, lambda: run.run(step))
+        try:
+            return self._during(run, lambda: run.run(step))
+        except Lightning3DError:
+            raise
+        except Exception as error:
+            if run.began:
+                raise
+            raise failed_before(stage, error) from error
 
     def shared(self, call: Callable[[], _Result]) -> _Result:
         """Runs code on all ranks of the pipeline, which all have to come here; inside of another run as it is.
@@ -171,6 +179,7 @@ class PipelineRuns:
     def _during(self, run: StageRun | SharedRun, call: Callable[[], _Result]) -> _Result:
         self._active.run = run
         try:
-            return call()
+            with attributes_explained(self._module, self._site.plan.modules):
+                return call()
         finally:
             self._active.run = None

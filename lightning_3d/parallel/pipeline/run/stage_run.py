@@ -63,6 +63,9 @@ class StageRun:
     computed as always. Where it begins, placeholders are bound to what was received. At the first block of the next
     stage the step is left.
 
+    Attributes:
+        began: Whether the stage has begun.
+
     Args:
         site: What all runs know.
         stage: The stage.
@@ -80,7 +83,7 @@ class StageRun:
         self._outgoing: tuple[Value, ...] = () if self._is_last else record.boundaries[stage.end]
         self._values = HiddenValues()
         self._position = 0
-        self._began = not stage.first
+        self.began = not stage.first
         self._outputs: tuple[Tensor, ...] | None = None
         self._is_inside = self._in_hooks = False
         self._mode = ContainerFunctions(self._function)
@@ -121,7 +124,7 @@ class StageRun:
         self._leave_if_done()
         if self._position < len(self._record.blocks) and name in self._record.numbers:
             self._begin_block(name)
-        return self._owned(name, call) if self._began else self._imagined_call(name, call)
+        return self._owned(name, call) if self.began else self._imagined_call(name, call)
 
     def _begin_block(self, name: str) -> None:
         due = self._record.blocks[self._position]
@@ -132,7 +135,7 @@ class StageRun:
                 fix="let the order of the blocks depend on shapes of the batch only",
             )
         ends = self._position == self._stage.end
-        begins = self._position == self._stage.first and not self._began
+        begins = self._position == self._stage.first and not self.began
         if begins:
             self._check_checkpoints()
         if begins or ends:
@@ -254,12 +257,12 @@ class StageRun:
         if tells_about(function):
             return about(function, args, kwargs)
         # On the last stage nothing is sent any more, so nothing has to be found again.
-        if self._began and self._is_last:
+        if self.began and self._is_last:
             args, kwargs = values_of((args, kwargs), function)
             return function(*args, **kwargs)
         if not counted(function, args, kwargs, self._is_hidden):
             return about(function, args, kwargs)
-        if self._began:
+        if self.began:
             args, kwargs = self._real(function, args, kwargs)
             output = function(*args, **kwargs)
         else:
@@ -357,7 +360,7 @@ class StageRun:
         for hidden in noted:
             self._settle(hidden.value)
         self._zeros.clear()
-        self._began = True
+        self.began = True
 
     def _settle(self, value: Tensor) -> None:
         """Gives a placeholder its value that is made from received ones."""
