@@ -41,6 +41,8 @@ parity: $(VENV)/.with-test ## every row against one device; writes docs/parity.m
 bench: $(VENV)/.with-test ## step times beside Lightning's own strategies and hand-written loops
 	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.data_axis
 	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.tensor_axis
+	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.pipeline_axis
+	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.pipeline_bubble --all
 	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.replay_cost
 	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.shard_operations
 

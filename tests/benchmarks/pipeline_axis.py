@@ -117,12 +117,13 @@ def ours(size: Size, schedule: str) -> Callable[[Side], None]:
             pipeline_parallel_size=STAGES, num_microbatches=size.microbatches, pipeline_schedule=schedule
         )
         data: Any = size.batches(side.turns.steps)
-        _trainer(strategy, [side.callback()]).fit(Model(size), DataLoader(data, batch_size=None))
+        trainer_of(strategy, [side.callback()]).fit(Model(size), DataLoader(data, batch_size=None))
 
     return loop
 
 
-def _trainer(strategy: Mesh3DStrategy, callbacks: list[L.Callback]) -> L.Trainer:
+def trainer_of(strategy: Mesh3DStrategy, callbacks: list[L.Callback]) -> L.Trainer:
+    """Returns a quiet Trainer on both stages."""
     return L.Trainer(
         accelerator="cpu",
         devices=STAGES,
