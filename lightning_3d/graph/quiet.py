@@ -123,6 +123,9 @@ class _Memory:
                     self.add_module(child)
             elif isinstance(part, _COLLECTIONS) and not self._known(part):
                 self._add_collection(part)
+            elif type(part) is Tensor and part.numel() <= _SMALL:
+                # A running sum; what a step only gathers may be large.
+                self._add_value(part)
             else:
                 self._add_generator(part)
 
@@ -137,6 +140,8 @@ class _Memory:
 
 _PLAIN = (bool, int, float, str, type(None))
 _COLLECTIONS = (list, dict, set, deque)
+# Elements of a tensor in a collection that is copied.
+_SMALL = 2**18
 # Objects of these hold the state of a run, not of a step.
 _LIBRARIES = ("builtins", "types", "functools", "torch", "lightning", "lightning_3d")
 

@@ -51,6 +51,7 @@ def failed_before(stage: int, error: Exception) -> ModuleError:
 
 
 def _place(module: nn.Module, watched: Iterable[str], owner: object) -> str | None:
+    inner: str
     for name in watched:
         for inner, child in module.get_submodule(name).named_modules(prefix=name):
             if child is owner:
