@@ -75,19 +75,15 @@ def apply_plan(
     hooks = forward_hooks(module)
     presence, stages = _cut_stages(module, plan, mesh, device)
     absent = frozenset[str]() if presence is None else presence.absent
-    tensor = None
-    if plan.tensor is not None:
-        axis = tensor_mesh(mesh)
-        options = ShardOptions(sequence=plan.tensor.sequence, exact_random=exact_random)
-        tensor = apply_tensor(
-            module,
-            plan.layouts,
-            axis,
-            ProcessShardGroup(axis.get_group(), options),
-            device=device,
-            partial=plan.tensor.partial if partial_gradients else (),
-            absent=absent,
-        )
+    tensor = _cut_tensors(
+        module,
+        plan,
+        mesh,
+        device=device,
+        exact_random=exact_random,
+        partial=partial_gradients,
+        absent=absent,
+    )
     data = _apply_data(module, plan, mesh, stages, device=None if tape is not None else device, policy=policy)
     if tape is not None:
         parameters_on = torch.device("cpu") if plan.data.cpu_offload else None
@@ -109,6 +105,32 @@ def _cut_stages(
         return None, None
     group = pipeline_mesh(mesh).get_group()
     return presence_of(plan.pipeline, group, device), apply_pipeline(module, plan.pipeline, group.rank(), device)
+
+
+def _cut_tensors(
+    module: nn.Module,
+    plan: Plan,
+    mesh: DeviceMesh,
+    *,
+    device: torch.device,
+    exact_random: bool,
+    partial: bool,
+    absent: frozenset[str],
+) -> TensorState | None:
+    """Cuts the parameters that are present over the tensor axis."""
+    if plan.tensor is None:
+        return None
+    axis = tensor_mesh(mesh)
+    options = ShardOptions(sequence=plan.tensor.sequence, exact_random=exact_random)
+    return apply_tensor(
+        module,
+        plan.layouts,
+        axis,
+        ProcessShardGroup(axis.get_group(), options),
+        device=device,
+        partial=plan.tensor.partial if partial else (),
+        absent=absent,
+    )
 
 
 def _apply_data(
