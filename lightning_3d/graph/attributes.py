@@ -189,7 +189,11 @@ class Held:
 
 
 def _plain(table: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in table.items() if name not in _INTERNAL and not isinstance(value, _NO_STATE)}
+    return {
+        name: value
+        for name, value in table.items()
+        if name not in _INTERNAL and (type(value) in _PLAIN or not isinstance(value, _NO_STATE))
+    }
 
 
 def _content(value: Any) -> Any:
