@@ -42,7 +42,8 @@ bench: $(VENV)/.with-test ## step times beside Lightning's own strategies and ha
 	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.data_axis
 	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.tensor_axis
 	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.pipeline_axis
-	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.pipeline_bubble --all
+	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.pipeline_bubble
+	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.start_up
 	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.replay_cost
 	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.shard_operations
 

@@ -36,8 +36,7 @@ def quiet(module: LightningModule, *, keep_log: bool = False) -> Iterator[None]:
         at_end.callback(_set_rng_states, _collect_rng_states(include_cuda=torch.cuda.is_initialized()))
         memory = _Memory()
         at_end.callback(memory.restore)
-        for child in module.modules():
-            memory.add_module(child)
+        memory.add_tree(module)
         if module._trainer is not None:
             at_end.callback(_mute(module._trainer))
         if not keep_log:
@@ -68,6 +67,14 @@ class _Memory:
             for restore in reversed(self._restores):
                 restore()
 
+    def add_tree(self, module: nn.Module) -> None:
+        """Remembers a module and its sub-modules, each once."""
+        if id(module) in self._seen:
+            return
+        for child in module.modules():
+            if not self._known(child):
+                self.add_module(child)
+
     def add_module(self, module: nn.Module) -> None:
         """Remembers a module's attributes and their contents, not its sub-modules and parameters."""
         attributes = vars(module)
@@ -83,15 +90,15 @@ class _Memory:
             self._add_value(buffer)
 
     def _add_value(self, value: Any) -> None:
-        if isinstance(value, (*_PLAIN, nn.Module, nn.Parameter)) or self._known(value):
+        if isinstance(value, (*_PLAIN, nn.Module)) or self._known(value):
             return
-        if isinstance(value, Tensor):
-            if not value.is_meta:
+        if isinstance(value, _COLLECTIONS):
+            self._add_collection(value)
+        elif isinstance(value, Tensor):
+            if not value.is_meta and not isinstance(value, nn.Parameter):
                 self._restores.append(partial(value.copy_, value.clone()))
         elif self._add_generator(value):
             return
-        elif isinstance(value, _COLLECTIONS):
-            self._add_collection(value)
         elif _is_of_the_user(type(value)) and isinstance(getattr(value, "__dict__", None), dict):
             self._add_collection(vars(value))
 
@@ -118,9 +125,8 @@ class _Memory:
             held = list(value)
             self._restores.append(partial(_refill, value, held))
         for part in held:
-            if isinstance(part, nn.Module) and not self._known(part):
-                for child in part.modules():
-                    self.add_module(child)
+            if isinstance(part, nn.Module):
+                self.add_tree(part)
             elif isinstance(part, _COLLECTIONS) and not self._known(part):
                 self._add_collection(part)
             elif type(part) is Tensor and part.numel() <= _SMALL:
