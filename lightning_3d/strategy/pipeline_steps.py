@@ -85,7 +85,7 @@ class PipelineRunner(BatchRunner):
             loss.check()
             return batch.outcome(results, self._attributes.changed())
 
-        told = self._relay.share(outcome, large=False)
+        told = self._relay.share(outcome, large=are_seen(self._module, "train"))
         self._attributes.finish(told.attributes)
         for weight in told.weights:
             self._window.add(weight)
