@@ -169,7 +169,8 @@ def refuse(placeholder: Placeholder, user: object) -> NoReturn:
     raise ModuleError(
         f"{name} at {user_line()} uses {made}, which an earlier pipeline stage computes and which was not sent: when "
         "the step was recorded it was not used there.",
-        fix="hand it on as a tensor, by the arguments and results of modules",
+        fix="take the same branches for every batch of a kind (not by batch_idx or global_step), and hand values on as "
+        "tensors, by the arguments and results of modules",
     )
 
 
