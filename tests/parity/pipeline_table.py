@@ -114,6 +114,8 @@ def _with_data(model: str) -> Iterator[PipelineRow]:
     for schedule in MAIN_SCHEDULES:
         for zero in (0, 1, 2, 3):
             yield PipelineRow(model=model, pipeline=2, schedule=schedule, data=2, zero=zero)
+    for zero in (0, 1, 2):
+        yield PipelineRow(model=model, pipeline=2, data=2, zero=zero, recompute="full")
     yield PipelineRow(model=model, pipeline=2, data=2, zero=1, accumulate=4)
     yield PipelineRow(model=model, pipeline=2, data=2, zero=3, precision="bf16-master")
 

@@ -47,13 +47,18 @@ class StageEngine(DataEngine):
         self._inside = False
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Calls a step that goes through the roots' own forwards, as schedules do."""
-        before, self._inside = self._inside, True
+        """Calls a step that goes through the roots' own forwards, as schedules do.
+
+        One inside of a schedule leaves what is shown: a checkpoint reads it in backward.
+        """
+        if self._inside:
+            return step(*self._computed(args))
+        self._inside = True
         try:
             with self.backward():
                 return step(*self._computed(args))
         finally:
-            self._inside = before
+            self._inside = False
 
     @contextmanager
     def backward(self) -> Iterator[None]:
