@@ -31,6 +31,17 @@ def test_one_stage_for_each_rank_waits_as_the_formula_says(schedule: str, ranks:
     assert _simulated(schedule, ranks, count).bubble == pytest.approx(ideal_bubble(ranks, count))
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("times", [2, 4])
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in ONE_STAGE_SCHEDULES])
+def test_two_stages_for_each_rank_wait_less(schedule: str, times: int, ranks: int) -> None:
+    count = times * ranks
+    # A rank waits for p - 1 stages of half the size, forward and backward (Narayanan et al. 2021, section 2.2); with
+    # halves of backwards for one of the three parts alone (Qi et al. 2023, "Zero Bubble Pipeline Parallelism").
+    work = (3 if schedule in SPLIT_SCHEDULES else 1) * 2 * count
+    assert _simulated(schedule, ranks, count).bubble == pytest.approx((ranks - 1) / (work + ranks - 1))
+
+
 @pytest.mark.parametrize("count", [4, 9])
 def test_micro_batches_in_flight(count: int) -> None:
     gpipe, ahead = _simulated("gpipe", 4, count), _simulated("1f1b", 4, count)
