@@ -226,11 +226,13 @@ def test_what_is_logged_or_returned_is_needed_at_the_end() -> None:
     assert sum(not value.requires_grad for value in found.boundaries[1]) == 1
 
 
-def test_copies_that_no_step_calls_are_not_cut() -> None:
+def test_copies_that_no_step_calls_are_no_blocks_and_lie_with_their_originals() -> None:
     found = plan(WithCopy(), states())
     assert found.blocks == tuple(f"model.blocks.{index}" for index in range(BLOCKS))
-    assert all(found.holders[name] == (0,) for name in found.holders if name.startswith("copy."))
-    assert beside(found)["copy.blocks.3"] == (0,)
+    copies = [name for name in found.holders if name.startswith("copy.")]
+    assert copies
+    assert all(found.holders[name] == found.holders[name.replace("copy.", "model.", 1)] for name in copies)
+    assert beside(found)["copy.blocks.3"] == found.modules["model.blocks.3"]
 
 
 def test_an_unused_parameter_lies_with_its_module() -> None:
