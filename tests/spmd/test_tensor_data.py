@@ -251,7 +251,7 @@ def drifted(rank: int, world: int) -> str:
 
 def test_what_differs_is_found() -> None:
     for texts in run_spmd(checked, 2, timeout=60):
-        assert all("batch 0 differs on tensor-parallel ranks 1 from rank 0" in text for text in texts), texts
+        assert all("batch 0 differs on model-parallel ranks 1 from rank 0" in text for text in texts), texts
     for text in run_spmd(drifted, 2, timeout=60):
         assert "'net.2.bias' differs on tensor-parallel ranks 1 from rank 0" in text
 
