@@ -55,10 +55,9 @@ def tracked_modules(module: nn.Module, stacks: Sequence[Stack]) -> tuple[str, ..
     They are the largest sub-modules with parameters that hold no block. Those that cannot be called, as lists, are
     walked into.
     """
+    parts = ((name, module.get_submodule(name)) for name in _outer_parts(module, tuple(stacks)))
     return tuple(
-        name
-        for outer in outer_modules(module, tuple(stacks))
-        for name in _callable_parts(module.get_submodule(outer), outer)
+        name for name, part in parts if not isinstance(part, Metric) and next(part.parameters(), None) is not None
     )
 
 
@@ -84,8 +83,13 @@ def drawing_modules(
             raise
         cut = ()
     blocks = (block for stack in cut for block in stack.blocks)
-    outer = (part for name in outer_modules(module, cut) for part in _listed(module.get_submodule(name), name))
-    return (*blocks, *outer)
+    return (*blocks, *_outer_parts(module, cut))
+
+
+def _outer_parts(module: nn.Module, stacks: tuple[Stack, ...]) -> Iterator[str]:
+    """The largest sub-modules that hold no block and can be called."""
+    for name in outer_modules(module, stacks):
+        yield from _listed(module.get_submodule(name), name)
 
 
 def _listed(module: nn.Module, name: str) -> Iterator[str]:
@@ -95,16 +99,6 @@ def _listed(module: nn.Module, name: str) -> Iterator[str]:
         return
     for key, child in module.named_children():
         yield from _listed(child, f"{name}.{key}")
-
-
-def _callable_parts(module: nn.Module, name: str) -> Iterator[str]:
-    if isinstance(module, Metric) or next(module.parameters(), None) is None:
-        return
-    if type(module).forward is not nn.Module.forward:
-        yield name
-        return
-    for key, child in module.named_children():
-        yield from _callable_parts(child, f"{name}.{key}")
 
 
 def _alike(module: nn.Module, stacks: Sequence[Stack]) -> tuple[Stack, ...]:
