@@ -35,6 +35,7 @@ class PipelineRow:
         accumulate: ``accumulate_grad_batches``.
         precision: Name of the precision.
         microbatches: Micro-batches of each data rank's batch.
+        compile: With compiled blocks.
     """
 
     model: str
@@ -48,6 +49,7 @@ class PipelineRow:
     accumulate: int = 1
     precision: str = "64-true"
     microbatches: int = 4
+    compile: bool = False
 
     @property
     def world(self) -> int:
@@ -65,6 +67,7 @@ class PipelineRow:
             "sequence_parallel": self.sequence,
             "activation_checkpointing": self.recompute,
             "num_microbatches": self.microbatches,
+            "compile": self.compile,
             "tensor_random": "exact",
         }
 
@@ -83,7 +86,7 @@ class PipelineRow:
     def options(self) -> str:
         """What is on beside the mesh."""
         found = [self.schedule]
-        found += ["sequence"] if self.sequence else []
+        found += [name for name in ("sequence", "compile") if getattr(self, name)]
         found += [] if self.recompute == "none" else [f"recompute {self.recompute}"]
         found += [f"accumulate {self.accumulate}"] if self.accumulate > 1 else []
         found += [f"microbatches {self.microbatches}"] if self.microbatches != 4 else []
@@ -108,6 +111,12 @@ def all_pipeline_rows() -> Iterator[PipelineRow]:
             for schedule in MAIN_SCHEDULES:
                 for zero in (1, 3):
                     yield PipelineRow(model=model, pipeline=2, schedule=schedule, data=2, tensor=2, zero=zero)
+    yield from _compiled()
+
+
+def _compiled() -> Iterator[PipelineRow]:
+    for schedule in MAIN_SCHEDULES:
+        yield PipelineRow(model="reference GPT, 8 blocks", pipeline=2, schedule=schedule, tensor=2, compile=True)
 
 
 def _with_data(model: str) -> Iterator[PipelineRow]:

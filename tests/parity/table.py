@@ -15,6 +15,8 @@ STEPS = 5
 # Accumulating 4: four whole windows and a short one of two batches.
 BATCHES = {1: STEPS, 4: 18}
 SAMPLES_PER_RANK = 2
+# Models with repeated blocks and dropout inside them, which has to come out the same when it is computed again.
+RECOMPUTED = ("HF Llama", "HF GPT-2 (tied)", "nn.TransformerEncoder")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +29,7 @@ class Row:
         accumulate: ``accumulate_grad_batches``.
         precision: Name of the precision.
         microbatches: Micro-batches of each rank's batch.
+        recompute: ``activation_checkpointing``.
     """
 
     model: str
@@ -34,6 +37,7 @@ class Row:
     accumulate: int
     precision: str
     microbatches: int = 1
+    recompute: str = "none"
 
     tensor: ClassVar[int] = 1
 
@@ -54,6 +58,7 @@ class Row:
         options: dict[str, object] = {
             "zero_stage": 2 if hybrid else int(self.zero),
             "data_replicate_size": 2 if hybrid else 1,
+            "activation_checkpointing": self.recompute,
         }
         return options | ({"num_microbatches": self.microbatches} if self.microbatches > 1 else {})
 
@@ -72,11 +77,13 @@ class Row:
         """What is on beside the mesh."""
         found = [f"accumulate {self.accumulate}"] if self.accumulate > 1 else []
         found += [f"microbatches {self.microbatches}"] if self.microbatches > 1 else []
+        found += [] if self.recompute == "none" else [f"recompute {self.recompute}"]
         return ", ".join(found)
 
     def __str__(self) -> str:
         micro = f" microbatches {self.microbatches}" if self.microbatches > 1 else ""
-        return f"{self.model}, zero {self.zero}, accumulate {self.accumulate}, {self.precision}{micro}"
+        recompute = "" if self.recompute == "none" else f" recompute {self.recompute}"
+        return f"{self.model}, zero {self.zero}, accumulate {self.accumulate}, {self.precision}{micro}{recompute}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,6 +129,10 @@ def all_rows() -> Iterator[Row]:
         yield Row(model=model, zero="1", accumulate=4, precision="64-true", microbatches=2)
         yield Row(model=model, zero="2", accumulate=1, precision="64-true", microbatches=2)
         yield Row(model=model, zero="3", accumulate=4, precision="64-true", microbatches=2)
+        for recompute in ("selective", "full") if model in RECOMPUTED else ():
+            for zero in ZERO:
+                yield Row(model=model, zero=zero, accumulate=1, precision="64-true", recompute=recompute)
+            yield Row(model=model, zero="3", accumulate=4, precision="64-true", microbatches=2, recompute=recompute)
 
 
 def quick_rows() -> Iterator[Row]:
@@ -136,3 +147,5 @@ def quick_rows() -> Iterator[Row]:
         )
     for zero in ("0", "1", "2", "3"):
         yield Row(model="HF GPT-2 (tied)", zero=zero, accumulate=4, precision="64-true", microbatches=2)
+    for model, zero, recompute in zip(RECOMPUTED, ("3", "0", "2"), ("full", "selective", "full"), strict=True):
+        yield Row(model=model, zero=zero, accumulate=1, precision="64-true", recompute=recompute)

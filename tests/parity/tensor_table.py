@@ -113,6 +113,8 @@ def all_tensor_rows() -> Iterator[TensorRow]:
             yield TensorRow(model=model, tensor=2, data=2, zero=3, sequence=True, recompute=kind)
     for model in COMPILED:
         yield TensorRow(model=model, tensor=2, compile=True)
+    for kind in ("selective", "full"):
+        yield TensorRow(model=COMPILED[0], tensor=2, data=2, zero=3, compile=True, recompute=kind)
 
 
 def quick_tensor_rows() -> Iterator[TensorRow]:

@@ -1,0 +1,7 @@
+"""Features: launching."""
+
+from __future__ import annotations
+
+from tests.features.table import Feature
+
+FEATURES: tuple[Feature, ...] = ()
