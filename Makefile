@@ -10,7 +10,7 @@ export PIP_ROOT_USER_ACTION := ignore
 ONE_THREAD = OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-compare test check lint parity bench docs clean
+.PHONY: help demo demo-compare test check lint parity features bench docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ lint: $(VENV)/.with-test ## format, style and types
 
 parity: $(VENV)/.with-test ## every row against one device; writes docs/parity.md
 	$(ONE_THREAD) $(BIN)/python -m tests.parity.run --all
+
+features: $(VENV)/.with-test ## every feature of the Trainer on every mesh; writes docs/features.md
+	$(ONE_THREAD) $(BIN)/python -m tests.features.run
 
 bench: $(VENV)/.with-test ## step times beside Lightning's own strategies and hand-written loops
 	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.data_axis

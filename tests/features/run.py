@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.features.catalog import GROUPS
@@ -18,8 +19,8 @@ _PAGE = Path(__file__).parents[2] / "docs" / "features.md"
 _HEAD = """# Works with
 
 Each cell ran a program on a mesh of gloo processes and the same program with plain Lightning on one device: losses,
-weights, logged values, files, whatever the feature gives, were equal on every rank. *refused* is one clear error on every
-rank before training begins.
+weights, logged values, files, whatever the feature gives, were equal on every rank. *refused* is one clear error on
+every rank before training begins.
 
 """
 
@@ -48,7 +49,7 @@ class Table:
     def _cell(self, feature: Feature, mesh: Mesh, reference: Reference) -> str:
         try:
             prove(feature, mesh, reference)
-        except AssertionError as error:
+        except (AssertionError, pytest.fail.Exception) as error:
             print(f"FAIL {feature}, {mesh}: {error}", flush=True)
             self.failed.append(f"{feature}, {mesh}")
             return "**no**"

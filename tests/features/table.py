@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 
 from tests.features.compare import assert_alike
 from tests.features.here import MESHES, ONE_DEVICE, Here, Mesh
@@ -74,14 +75,12 @@ def prove(feature: Feature, mesh: Mesh, reference: Reference) -> None:
 
 def _prove_refusal(feature: Feature, mesh: Mesh) -> None:
     expected = feature.refused[mesh.name]
-    try:
+    with pytest.raises(SpmdError) as error:
         _on_ranks(feature, mesh)
-    except SpmdError as error:
-        for rank, text in error.reports.items():
-            assert re.search(expected, text), f"rank {rank} does not say '{expected}' but\n{text}"
-        assert len(error.reports) == mesh.world, f"{mesh.world - len(error.reports)} ranks say nothing"
-        return
-    raise AssertionError(f"'{feature}' is not refused on {mesh}")
+    reports = error.value.reports
+    for rank, text in reports.items():
+        assert re.search(expected, text), f"rank {rank} does not say '{expected}' but\n{text}"
+    assert len(reports) == mesh.world, f"{mesh.world - len(reports)} ranks say nothing"
 
 
 def _on_ranks(feature: Feature, mesh: Mesh) -> list[Seen]:
