@@ -259,23 +259,6 @@ def _batches_by_loader(loop: Any) -> list[float]:
     return each if together is None else [together(each)]
 
 
-def check_enough_samples(loader: object, ranks: int, stage: str) -> None:
-    """Refuses a dataset that is shared out to more data ranks than it has samples.
-
-    Raises:
-        BatchError: With both numbers.
-    """
-    if not isinstance(loader, DataLoader) or not isinstance(loader.sampler, DistributedSampler):
-        return
-    samples = sized_len(loader.dataset)
-    if samples is not None and 0 < samples < ranks:
-        raise BatchError(
-            f"the {stage} dataset has {samples} samples for {ranks} data ranks.",
-            valid=f"{ranks} samples or more, or a data degree of at most {samples}",
-            fix="a larger dataset or fewer devices",
-        )
-
-
 def _without_repeats(loader: object, trainer: Trainer) -> object:
     """The loader with a sampler that does not fill up the last batches with samples that others have as well."""
     if not isinstance(loader, DataLoader) or type(loader.sampler) not in (

@@ -23,7 +23,6 @@ from lightning_3d.initial.record import InitRecorder
 from lightning_3d.initial.replay import InitTape
 from lightning_3d.mesh.spec import MODEL_GROUP
 from lightning_3d.plan import ReplayOptions, unwatch_calls, watch_calls
-from lightning_3d.strategy.ends import check_enough_samples
 from lightning_3d.strategy.evaluation import Evaluator
 from lightning_3d.strategy.explaining import ExplainingStrategy
 from lightning_3d.strategy.first_step import BegunLoaders, FirstStep
@@ -70,7 +69,7 @@ class Mesh3DStrategy(ExplainingStrategy):
         layout_free_random: Random streams per drawing module, so that dropout does not depend on the layout.
         tensor_random: ``"derived"`` streams per shard, or ``"exact"`` masks of one device.
         activation_checkpointing: ``"none"``, ``"selective"`` or ``"full"``.
-        compile: Compile each block; on the tensor axis only, where blocks are replayed.
+        compile: Compile each block; on the tensor axis what was recorded of it.
         uneven: At uneven ends of training data: ``"stop"`` all data ranks together, or ``"error"``.
         on_nonfinite: Non-finite gradients: ``"none"``, ``"skip"`` or ``"raise"``, one decision for the mesh.
         pretrained: Directory of weights that are streamed into the shards.
@@ -156,6 +155,7 @@ class Mesh3DStrategy(ExplainingStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         evaluate_without_inference_mode(trainer)
+        self._on_mesh.dealer.take_over(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             for owner in (self.lightning_module, getattr(trainer, "datamodule", None)):
                 self._on_mesh.checkpoints.check_hyper_parameters(owner)
@@ -169,6 +169,7 @@ class Mesh3DStrategy(ExplainingStrategy):
             run.streams,
             replay=replay,
             activation_checkpointing=self.config.activation_checkpointing,
+            compile=self.config.compile,
         )
         applied.doors.open()
         relay = relay_of(applied, run)
@@ -361,10 +362,12 @@ class Mesh3DStrategy(ExplainingStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         assert trainer.state.stage is not None
-        dataloader = self._begun_loaders.take(dataloader)
-        check_enough_samples(dataloader, self.data_size, trainer.state.stage.value)
+        begun = self._begun_loaders.take(dataloader)
+        dealt = self._on_mesh.dealer.deal(dataloader, trainer.state.stage.value, fill=trainer.training)
         return self._on_mesh.ends.process(
-            dataloader, trainer, lambda batch, at: self._evaluation.repeat(batch, at, self.batch_to_device)
+            begun if dealt is dataloader else dealt,
+            trainer,
+            lambda batch, at: self._evaluation.repeat(batch, at, self.batch_to_device),
         )
 
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,26 @@ def share_generators(group: dist.ProcessGroup) -> None:
     states: list[Any] = [_collect_rng_states(include_cuda=False)]
     dist.broadcast_object_list(states, group_src=0, group=group)
     _set_rng_states(states[0])
+
+
+@contextmanager
+def drawing_alike(group: dist.ProcessGroup) -> Iterator[None]:
+    """Inside, every rank of a group draws what its first rank draws.
+
+    Afterwards ranks whose generators stood elsewhere have them back where they were. Entering is a collective.
+
+    Args:
+        group: Ranks that must draw the same.
+    """
+    own = _states()
+    generators = _collect_rng_states(include_cuda=False)
+    share_generators(group)
+    same = own == _states()
+    try:
+        yield
+    finally:
+        if not same:
+            _set_rng_states(generators)
 
 
 def alike(loader: Any, group: dist.ProcessGroup) -> Any:

@@ -18,8 +18,9 @@ from lightning_3d.mesh.spec import MODEL_GROUP, MeshSpec
 from lightning_3d.random.streams import RandomStreams
 from lightning_3d.strategy.checkpoints import CheckpointDoor
 from lightning_3d.strategy.collectives import DataCollectives
+from lightning_3d.strategy.dealing import LoaderDealer
 from lightning_3d.strategy.ends import LoaderEnds
-from lightning_3d.strategy.replicas import ReplicaCheck, alike
+from lightning_3d.strategy.replicas import ReplicaCheck, alike, drawing_alike
 
 
 class RunOnMesh:
@@ -49,6 +50,9 @@ class RunOnMesh:
         self.clipper = MeshClipper(self.shared_group)
         self.collectives = DataCollectives(self.data_group, self.world_group, device)
         self.ends = LoaderEnds(self.collectives, config.uneven, partial(alike, group=self.model_group))
+        self.dealer = LoaderDealer(
+            self.data_group.size(), self.data_group.rank(), partial(drawing_alike, self.data_group)
+        )
         self.checkpoints = CheckpointDoor(
             distributed=config.save_distributed_checkpoint, group=self.world_group, device=device
         )

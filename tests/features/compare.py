@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -39,8 +40,9 @@ def assert_alike(ranks: Sequence[Mapping[str, Any]], expected: Mapping[str, Any]
 
 
 def _dealt(hands: Sequence[Sequence[Any]]) -> list[Any]:
-    longest = max(len(hand) for hand in hands)
-    return [hand[at] for at in range(longest) for hand in hands if at < len(hand)]
+    """Batch by batch, the parts of all data ranks as one."""
+    rounds = [[hand[at] for hand in hands if at < len(hand)] for at in range(max(map(len, hands)))]
+    return [torch.cat(parts) if isinstance(parts[0], Tensor) else list(chain(*parts)) for parts in rounds]
 
 
 def _same(found: Any, expected: Any, place: str, close: float) -> None:

@@ -55,10 +55,10 @@ MESHES = (DATA_0, DATA_3, TENSOR, PIPELINE, CUBE)
 
 @dataclass(frozen=True, slots=True)
 class Mine:
-    """What a data rank has of a sequence that all data ranks deal out among themselves, one by one in turn.
+    """What a data rank has of batches that are dealt out among the data ranks, as predictions.
 
     Attributes:
-        values: This rank's; those of all data ranks, dealt together again, are one device's.
+        values: A tensor or a list for each batch; those of all data ranks, joined batch by batch, are one device's.
     """
 
     values: Sequence[Any]

@@ -222,7 +222,7 @@ class Watches(Plain):
 def watched(rank: int, world: int) -> tuple[list[list[int]], list[float], int]:
     L.seed_everything(1, workers=True, verbose=False)
     module = Watches()
-    data: Any = DataLoader(Noisy(), batch_size=4, num_workers=1, persistent_workers=True)
+    data: Any = DataLoader(Noisy(), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True)
     trainer(world, max_epochs=3, accumulate_grad_batches=2).fit(module, data)
     return module.orders, module.noise, module.steps
 
