@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import time
 from datetime import timedelta
 from typing import Any
@@ -11,7 +12,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _destroy_dist_connection, _init_dist_connection
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
@@ -23,6 +23,7 @@ from lightning_3d.errors import MeshError
 from lightning_3d.mesh.spec import MeshSpec
 from lightning_3d.precision import Mesh3DPrecision
 from lightning_3d.strategy.launcher import Mesh3DLauncher
+from lightning_3d.strategy.replicas import share_generators
 from lightning_3d.strategy.run import RunOnMesh
 
 # Far longer than gloo's threads need, far shorter than a person notices.
@@ -147,7 +148,6 @@ class MeshStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        reset_seed()
         self.set_world_ranks()
         assert self.cluster_environment is not None
         if not dist.is_initialized():
@@ -160,6 +160,9 @@ class MeshStrategy(ParallelStrategy):
         )
         if self._run is None:
             self._run = RunOnMesh(self.mesh_spec, self.root_device, self.config)
+        if "PL_GLOBAL_SEED" in os.environ:
+            # Seeded again, as Lightning's strategies do it, they would draw other numbers than one device does.
+            share_generators(self._run.world_group)
         self._precision.join_mesh(self.root_device.type, self._run.shared_group, self._run.clipper)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._run.mesh
