@@ -12,6 +12,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_3d.batches.metrics import MetricState, batch_of, computed, joined, set_batch
+
 # Lightning's order of log's arguments after self, name and value, for calls that pass them by position.
 _POSITIONAL = tuple(signature(LightningModule.log).parameters)[3:]
 
@@ -36,6 +38,7 @@ class LogCall:
         value: What is logged.
         options: What ``log`` was given besides, by name.
         shown: What a metric shows for its last call.
+        state: What that call has told a metric that has states.
     """
 
     hook: str
@@ -43,17 +46,23 @@ class LogCall:
     value: Any
     options: Mapping[str, Any]
     shown: Any = None
+    state: MetricState | None = None
 
     @classmethod
     def of(cls, module: LightningModule, name: str, value: Any, *args: Any, **options: Any) -> LogCall:
         """Returns a call with the arguments of ``module.log``; a plain tensor as it is now."""
-        shown = value._forward_cache if isinstance(value, Metric) else None
-        return cls(str(module._current_fx_name), name, _as_now(value), log_options(args, options), shown)
+        hook, given = str(module._current_fx_name), log_options(args, options)
+        shown: Any = value._forward_cache if isinstance(value, Metric) else None
+        on_step = given.get("on_step")
+        is_shown = hook == "training_step" if on_step is None else on_step
+        state = batch_of(value) if isinstance(value, Metric) and shown is not None and is_shown else None
+        return cls(hook, name, _as_now(value), given, shown, state)
 
     def make(self, module: LightningModule) -> None:
         """Makes the call."""
         if isinstance(self.value, Metric):
             self.value._forward_cache = self.shown
+            set_batch(self.value, self.state)
         module.log(self.name, self.value, **self.options)
 
 
@@ -64,6 +73,7 @@ class _Entry:
     sizes: list[int] = field(default_factory=list)
     sized: bool = True
     shown: Any = None
+    states: list[MetricState] = field(default_factory=list)
 
 
 class LogCollector:
@@ -71,7 +81,8 @@ class LogCollector:
 
     Lightning counts one logged value per batch. Values of micro-batches are therefore combined by their own
     ``reduce_fx`` (mean: weighted by samples, sum: added, min, max) and handed to Lightning once. A metric gathers its
-    micro-batches itself; only what it shows for one step is combined, as a mean.
+    micro-batches itself; what it shows for one step is computed from what all of them have told it. Those without
+    states of their own, as compositions, show a mean.
     """
 
     def __init__(self) -> None:
@@ -88,6 +99,8 @@ class LogCollector:
         value = call.value
         if isinstance(value, Metric):
             value = entry.shown = call.shown
+            if call.state is not None:
+                entry.states.append(call.state)
             if not isinstance(value, Tensor) or value.numel() != 1:
                 return
         entry.values.append(value.detach() if isinstance(value, Tensor) else value)
@@ -115,7 +128,10 @@ def _as_now(value: Any) -> Any:
 def _one_call(entry: _Entry) -> LogCall:
     first = entry.first
     if isinstance(first.value, Metric):
-        # It shows its last call, which saw one micro-batch, as the value of the step.
+        # Its last call saw one micro-batch.
+        if len(entry.states) > 1:
+            state = joined(first.value, entry.states)
+            return replace(first, shown=computed(first.value, state, synced=False), state=state)
         shown = _combined(entry.values, entry.sizes, "mean") if entry.values else entry.shown
         return replace(first, shown=shown)
     value = _combined(entry.values, entry.sizes, first.options.get("reduce_fx", "mean"))

@@ -26,7 +26,8 @@ def quiet(module: LightningModule, *, keep_log: bool = False) -> Iterator[None]:
 
     Put back at the end: the attributes of every sub-module, what their collections, tensors and generators hold
     (metrics' states and buffers among them), the attributes of plain objects among them, and the random states of
-    torch, Python and numpy. Iterators among the attributes give again what was taken. Loggers hear nothing.
+    torch, Python and numpy. Iterators among the attributes give again what was taken. Loggers hear nothing, and
+    ``self.print`` says nothing.
 
     Args:
         module: The module whose steps run inside.
@@ -39,6 +40,7 @@ def quiet(module: LightningModule, *, keep_log: bool = False) -> Iterator[None]:
         memory.add_tree(module)
         if module._trainer is not None:
             at_end.callback(_mute(module._trainer))
+        at_end.callback(shadow(module, "print", _silent))
         if not keep_log:
             at_end.callback(shadow(module, "log", _silent))
         yield

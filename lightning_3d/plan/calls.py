@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torchmetrics import Metric
 
 from lightning_3d.graph.blocks import containers, outer_modules, parents
 from lightning_3d.graph.calls import Call, Handler, around_calls, plain_calls
+from lightning_3d.graph.metrics import metrics_of
 from lightning_3d.parallel.tensor.doors import BlockDoor, whole
 from lightning_3d.parallel.tensor.regions.run import run_regions
 from lightning_3d.parallel.tensor.replay.block import ReplayOptions
@@ -66,9 +66,8 @@ def watch_calls(
             handler = _staged(engine, name, handler)
         around_calls(module.get_submodule(name), handler)
     if plan.tensor is not None:
-        for child in module.modules():
-            if isinstance(child, Metric):
-                around_calls(child, _with_whole_arguments)
+        for metric in metrics_of(module):
+            around_calls(metric, _with_whole_arguments)
 
 
 def _tensor_doors(
@@ -90,7 +89,7 @@ def _tensor_doors(
 
 def unwatch_calls(module: nn.Module) -> None:
     """Undoes `watch_calls`."""
-    for child in module.modules():
+    for child in (*module.modules(), *metrics_of(module)):
         plain_calls(child)
 
 

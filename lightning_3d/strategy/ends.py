@@ -172,8 +172,10 @@ class LoaderEnds:
             self._collectives.weight = before
 
     def _log_nothing(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Takes part in the reduction of a value that is synchronised at every step; logs nothing."""
+        """Takes part in the reduction of a value over ranks of the user's at every step; logs nothing."""
         given = log_options(args, options)
+        if given.get("sync_dist_group") is None:
+            return
         if given.get("sync_dist") and given.get("on_step") and isinstance(value, (int, float, Tensor)):
             tensor = torch.as_tensor(value)
             if tensor.dtype not in (torch.float32, torch.float64):

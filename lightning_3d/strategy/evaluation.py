@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule
 
 from lightning_3d.precision import Mesh3DPrecision
 from lightning_3d.strategy.ends import LoaderEnds
+from lightning_3d.strategy.logged import LoggedValues
 from lightning_3d.strategy.runner import BatchRunner
 
 _STAGE_OF_RUN: Mapping[str, str] = {"predict": "predict", "test": "test"}
@@ -23,15 +24,23 @@ class Evaluator:
         steps: Runs one batch.
         ends: Knows which data ranks have fewer batches.
         precision: Gives each step its context.
+        logged: Makes what is logged equal on all ranks.
     """
 
     def __init__(
-        self, module: LightningModule, steps: BatchRunner, *, ends: LoaderEnds, precision: Mesh3DPrecision
+        self,
+        module: LightningModule,
+        steps: BatchRunner,
+        *,
+        ends: LoaderEnds,
+        precision: Mesh3DPrecision,
+        logged: LoggedValues,
     ) -> None:
         self._module = module
         self._steps = steps
         self._ends = ends
         self._precision = precision
+        self._logged = logged
 
     def step(self, stage: str, args: tuple[Any, ...]) -> Any:
         """Returns the output of a batch; this rank's last one runs again, unseen, while others have more.
@@ -41,6 +50,7 @@ class Evaluator:
             args: Batch, batch index and, with several loaders, their index.
         """
         output = self._steps.evaluation_step(stage, self._context(stage), *args)
+        self._logged.batch_ran()
         loop: Any = self._module.trainer._active_loop
         # A step that takes the batch alone has one loader, whose batches the loop counts.
         position = args[1:] or (loop.batch_progress.current.ready - 1,)
@@ -64,6 +74,8 @@ class Evaluator:
     def _unseen(self, stage: str, args: tuple[Any, ...]) -> None:
         with self._ends.unseen(self._module):
             self._steps.evaluation_step(stage, self._context(stage), *args)
+            self._logged.batch_ran()
+            self._logged.batch_ends()
 
     def _context(self, stage: str) -> Callable[[], AbstractContextManager[Any]]:
         contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {

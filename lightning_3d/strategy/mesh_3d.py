@@ -33,6 +33,7 @@ from lightning_3d.strategy.life import (
     check_untouched,
     optimizer_parameters,
 )
+from lightning_3d.strategy.logged import LoggedValues
 from lightning_3d.strategy.metrics import MetricDoors
 from lightning_3d.strategy.optimizers import check_separable
 from lightning_3d.strategy.refusals import refuse_own_training
@@ -130,7 +131,7 @@ class Mesh3DStrategy(ExplainingStrategy):
         self._applied: AppliedModule | None = None
         self._begun_loaders = BegunLoaders()
         self._runner: BatchRunner | None = None
-        self._metrics: MetricDoors | None = None
+        self._logged: LoggedValues | None = None
         self._evaluator: Evaluator | None = None
 
     # ---- the module ----
@@ -173,9 +174,9 @@ class Mesh3DStrategy(ExplainingStrategy):
         )
         applied.doors.open()
         relay = relay_of(applied, run)
-        self._metrics = MetricDoors(applied.module, run.data_group, relay)
-        if self.mesh_spec.size(MODEL_GROUP) > 1:
-            self._metrics.open()
+        metrics = MetricDoors(applied.module, run.data_group, relay)
+        self._logged = LoggedValues(applied.module, run.named, metrics, applied.module.log)
+        self._logged.open()
         self._runner = make_runner(
             applied,
             run,
@@ -183,12 +184,14 @@ class Mesh3DStrategy(ExplainingStrategy):
             config=self.config,
             trained=lambda: optimizer_parameters(self.optimizers),
             relay=relay,
-            metrics=self._metrics,
+            metrics=metrics,
         )
         self._precision.before_backward_hooks = self._runner.gradients_arrived
         self._precision.backward_context = applied.engine.backward
         run.clipper.share = applied.engine.share
-        self._evaluator = Evaluator(applied.module, self._runner, ends=run.ends, precision=self._precision)
+        self._evaluator = Evaluator(
+            applied.module, self._runner, ends=run.ends, precision=self._precision, logged=self._logged
+        )
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -255,9 +258,10 @@ class Mesh3DStrategy(ExplainingStrategy):
             self._applied.engine.rest()
             unwatch_calls(self._applied.module)
             self._applied.doors.close()
-        if self._metrics is not None:
-            self._metrics.close()
+        self._finish_writing()
         self.cluster_environment.teardown()
+            if self._logged is not None:
+                self._logged.close()
         self._precision.teardown()
         self.accelerator.teardown()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_3d.batches.metrics import forget_batch, is_in_forward, note_batch
 from lightning_3d.graph.calls import shadow
 from lightning_3d.graph.metrics import metrics_of
 from lightning_3d.strategy.relay import Relay
@@ -37,14 +39,14 @@ class MetricDoors:
         self._alone = False
 
     def open(self) -> None:
-        """Opens the doors."""
-        if self._opened:
-            return
+        """Opens the doors of all metrics that have none; some are made while a Trainer runs, as a `MetricTracker`'s."""
         for metric in self._metrics():
+            if isinstance(vars(metric).get("compute"), _Compute):
+                continue
             if metric.dist_sync_fn is None and metric.process_group is None:
                 self._opened.append(shadow(metric, "dist_sync_fn", self._data))
-            if self._relay is not None:
-                self._opened.append(shadow(metric, "compute", _Relayed(self, metric.compute)))
+            self._opened.append(shadow(metric, "compute", _Compute(self, metric)))
+            self._opened.append(partial(forget_batch, metric))
 
     def close(self) -> None:
         """Metrics are what they were."""
@@ -85,14 +87,18 @@ class MetricDoors:
         return metrics_of(self._module)
 
 
-class _Relayed:
+class _Compute:
     """Stands in for ``compute`` of a metric; a copy of the metric has the plain one again."""
 
-    def __init__(self, doors: MetricDoors, compute: Callable[..., Any]) -> None:
+    def __init__(self, doors: MetricDoors, metric: Metric) -> None:
         self._doors = doors
-        self._compute = compute
+        self._metric = metric
+        self._compute = metric.compute
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_in_forward(self._metric):
+            note_batch(self._metric)
+            return self._compute(*args, **kwargs)
         return self._doors.whole(lambda: self._compute(*args, **kwargs))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_3d.batches.prints import say
 from lightning_3d.errors import BatchError, ModuleError, PlanError
 from lightning_3d.log import get_logger
 from lightning_3d.parallel.data.engine import explained
@@ -165,6 +166,7 @@ class PipelineRunner(BatchRunner):
             count=count,
             around=partial(self._around, context, position, count),
             kept={},
+            said={},
         )
         for index in (*new, *[0] * (most - len(new))):
             self._engine.visit_part(partial(self._pipeline.learn, partial(batch.step, index), kinds[index]))
@@ -184,3 +186,4 @@ class PipelineRunner(BatchRunner):
     def _log(self, told: StepOutcome) -> None:
         for call in told.logs:
             call.make(self._module)
+        say(self._module.print, told.lines)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_3d.batches.join import join_outputs
 from lightning_3d.batches.logs import LogCall, LogCollector
+from lightning_3d.batches.prints import SaidLines, lines_of_batch
 from lightning_3d.batches.signature import signature
 from lightning_3d.batches.weights import loss_of, shares, weight_of
 from lightning_3d.errors import Lightning3DError, ModuleError
@@ -31,12 +32,14 @@ class StepOutcome:
     Attributes:
         output: What the step returned, of all micro-batches together.
         logs: What it logged, one call for each name.
+        lines: What it printed.
         weights: The ``loss_weight`` of each micro-batch, or None.
         attributes: What it changed in the module, from `StepAttributes.changed`.
     """
 
     output: Any
     logs: tuple[LogCall, ...]
+    lines: tuple[str, ...]
     weights: tuple[float | None, ...]
     attributes: bytes
 
@@ -57,6 +60,7 @@ class PipelinedBatch:
             more of them do not wait.
         around: Context of a micro-batch: precision and random stream.
         kept: Micro-batch to what its step has logged.
+        said: Micro-batch to what its step has printed.
     """
 
     module: LightningModule
@@ -69,6 +73,7 @@ class PipelinedBatch:
     count: int
     around: Callable[[int], AbstractContextManager[Any]]
     kept: dict[int, list[LogCall]]
+    said: dict[int, list[str]]
 
     def step(self, index: int) -> dict[str, Any]:
         """Runs the user's step on a micro-batch, up to where the stage ends.
@@ -83,16 +88,17 @@ class PipelinedBatch:
             logs.append(LogCall.of(self.module, name, value, *args, **options))
             logged.append(value)
 
-        own = index < len(self.parts)
+        own, said = index < len(self.parts), SaidLines()
         with ExitStack() as at_end:
             if not own:
                 at_end.enter_context(quiet(self.module, keep_log=True))
             at_end.callback(shadow(self.module, "log", keep))
+            at_end.callback(shadow(self.module, "print", said.add))
             at_end.enter_context(self.around(index))
             step = getattr(self.module, self.method)
             output = self.run(step, self.parts[index if own else -1], *self.rest)
         if own:
-            self.kept[index] = logs
+            self.kept[index], self.said[index] = logs, said.lines
         return {_OUTPUT: output, _LOGGED: logged}
 
     @property
@@ -121,7 +127,13 @@ class PipelinedBatch:
         joined = join_outputs(
             outputs, sizes=self.sizes, shares=output_shares(self.sizes, weights) if training else shares(self.sizes)
         )
-        return StepOutcome(output=joined, logs=tuple(collector.combined()), weights=weights, attributes=attributes)
+        return StepOutcome(
+            output=joined,
+            logs=tuple(collector.combined()),
+            lines=lines_of_batch([self.said[index] for index in range(len(self.sizes))]),
+            weights=weights,
+            attributes=attributes,
+        )
 
 
 def kinds_of(

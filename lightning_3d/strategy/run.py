@@ -21,6 +21,7 @@ from lightning_3d.strategy.collectives import DataCollectives
 from lightning_3d.strategy.dealing import LoaderDealer
 from lightning_3d.strategy.ends import LoaderEnds
 from lightning_3d.strategy.replicas import ReplicaCheck, alike, drawing_alike
+from lightning_3d.strategy.named import NamedValues
 
 
 class RunOnMesh:
@@ -52,6 +53,10 @@ class RunOnMesh:
         self.ends = LoaderEnds(self.collectives, config.uneven, partial(alike, group=self.model_group))
         self.dealer = LoaderDealer(
             self.data_group.size(), self.data_group.rank(), partial(drawing_alike, self.data_group)
+        self.named = NamedValues(
+            self.world_group, device, data_rank=self.data_group.rank(), data_size=self.data_group.size()
+        )
+        self.callbacks = CallbackDoors(self.collectives, self.model_group)
         )
         self.checkpoints = CheckpointDoor(
             distributed=config.save_distributed_checkpoint, group=self.world_group, device=device

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_3d.batches.join import join_outputs
 from lightning_3d.batches.logs import LogCall, LogCollector
+from lightning_3d.batches.prints import SaidLines, lines_of_batch, say
 from lightning_3d.batches.weights import LOSS, loss_of, shares, weight_of
 from lightning_3d.errors import ModuleError
 from lightning_3d.graph.calls import shadow
@@ -123,21 +124,25 @@ class StepRunner(BatchRunner):
 
     @contextmanager
     def _collecting(self, sizes: Sequence[int]) -> Iterator[Callable[[int], None]]:
-        """Collects what the micro-batches log, ``log_dict`` included, and logs it once at the end.
+        """Collects what the micro-batches log, ``log_dict`` included, and print, and tells it once at the end.
 
         Yields:
             A function to be told which micro-batch runs next.
         """
         collector, current = LogCollector(), [0]
+        said = [SaidLines() for _ in sizes]
 
         def collect(*args: Any, **options: Any) -> None:
             collector.add(LogCall.of(self._module, *args, **options), sizes[current[0]])
 
-        put_back = shadow(self._module, "log", collect)
-        try:
+        def keep(*args: Any, **options: Any) -> None:
+            said[current[0]].add(*args, **options)
+
+        with ExitStack() as at_end:
+            at_end.callback(shadow(self._module, "log", collect))
+            at_end.callback(shadow(self._module, "print", keep))
             yield partial(current.__setitem__, 0)
-        finally:
-            put_back()
+        say(self._module.print, lines_of_batch([part.lines for part in said]))
         for call in collector.combined():
             call.make(self._module)
 
