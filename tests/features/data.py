@@ -1,7 +1,12 @@
-"""Features: data."""
+"""Features of data: what loops take of it, loaders and samplers, batches, and where they come from."""
 
 from __future__ import annotations
 
+from tests.features import loaders, loops, samplers
 from tests.features.table import Feature
 
-FEATURES: tuple[Feature, ...] = ()
+FEATURES: tuple[Feature, ...] = (
+    *loops.FEATURES,
+    *samplers.FEATURES,
+    *loaders.FEATURES,
+)
