@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from lightning_3d.checkpoint.absent import is_absent
 from lightning_3d.checkpoint.agreement import gather
 from lightning_3d.checkpoint.layout import canonical, is_cut, module_state
-from lightning_3d.checkpoint.packed import NO_LAYOUTS
+from lightning_3d.checkpoint.packed import NO_LAYOUTS, packed
 from lightning_3d.errors import CheckpointError
+from lightning_3d.shards.alike import whole_shape
 from lightning_3d.shards.held import gathered as joined
 from lightning_3d.shards.layout import Layout
 from lightning_3d.shards.presence import Presence
@@ -89,6 +90,23 @@ class _Form:
     dtype: torch.dtype
 
 
+def gather_named(tensors: Mapping[str, Tensor], presence: Presence | None) -> dict[str, Tensor]:
+    """Returns whole tensors on CPU by name, without those of which no rank has values.
+
+    Args:
+        tensors: As this rank holds them; on a pipeline under the same names on every rank, absent ones too.
+        presence: See :func:`gather_whole`.
+    """
+    if presence is None:
+        known = {name: tensor for name, tensor in tensors.items() if not is_absent(tensor)}
+    else:
+        here = {name for name, tensor in tensors.items() if not is_absent(tensor)}
+        anywhere = set().union(*gather(presence.group, here))
+        known = {name: tensor for name, tensor in tensors.items() if name in anywhere}
+    whole: dict[str, Tensor] = gather_whole(known, True, {}, presence)
+    return whole
+
+
 def _sent(value: Any, keep: bool, known: Mapping[int, Tensor | None], presence: Presence) -> dict[int, Tensor | None]:
     """Returns the tensors, by identity, that are absent on some rank, from the first rank that has each."""
     leaves: dict[Path, Tensor] = {}
@@ -97,7 +115,7 @@ def _sent(value: Any, keep: bool, known: Mapping[int, Tensor | None], presence: 
         if id(tensor) not in seen:
             seen.add(id(tensor))
             leaves[path] = tensor
-    forms = {path: None if is_absent(leaf) else _Form(leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
+    forms = {path: None if is_absent(leaf) else _Form(whole_shape(leaf), leaf.dtype) for path, leaf in leaves.items()}
     reports: list[tuple[bool, dict[Path, _Form | None]]] = gather(presence.group, (keep, forms))
     wanted = any(wants for wants, _ in reports)
     found: dict[int, Tensor | None] = {}
@@ -153,13 +171,14 @@ def _gathered(value: Any, keep: bool, known: dict[int, Tensor | None]) -> Any:
 
 def _whole(tensor: Tensor) -> Tensor:
     """Returns the whole tensor where its mesh computes; all ranks of the mesh call it together."""
-    local = tensor.detach()
+    local = packed(tensor.detach(), None)
     if not is_cut(local):
-        return local
+        whole: Tensor = local
+        return whole
     # Offloaded shards lie on CPU while their group speaks the mesh's device.
     on_mesh: Any = local.to(local.device_mesh.device_type)
-    whole: Tensor = joined(on_mesh) if isinstance(on_mesh, DTensor) else on_mesh.full_tensor()
-    return whole
+    joint: Tensor = joined(on_mesh) if isinstance(on_mesh, DTensor) else on_mesh.full_tensor()
+    return joint
 
 
 def _tensors(value: Any, path: Path) -> Iterator[tuple[Path, Tensor]]:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import CheckpointError
 from lightning_3d.mesh.spec import TENSOR_AXIS
+from lightning_3d.shards.alike import layout_of
 from lightning_3d.shards.held import Run, in_order, runs_on_mesh
 from lightning_3d.shards.layout import Layout
 
@@ -122,8 +123,9 @@ def packed(value: Any, layout: Layout | None) -> Any:
 
     Args:
         value: A parameter or a state dict's value for it.
-        layout: How the tensor axis cuts it, None if it does not.
+        layout: How the tensor axis cuts it, None if it does not; one between steps knows it.
     """
+    layout = layout_of(value) or layout
     if layout is None or not isinstance(value, DTensor):
         return value
     if TENSOR_AXIS not in (value.device_mesh.mesh_dim_names or ()):

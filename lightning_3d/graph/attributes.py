@@ -14,6 +14,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from lightning_3d.graph.calls import OURS
+
 # Name of a module, name of an attribute, then keys and indices.
 Path = tuple[Any, ...]
 
@@ -192,7 +194,9 @@ def _plain(table: dict[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in table.items()
-        if name not in _INTERNAL and (type(value) in _PLAIN or not isinstance(value, _NO_STATE))
+        if name not in _INTERNAL
+        and not name.startswith(OURS)
+        and (type(value) in _PLAIN or not isinstance(value, _NO_STATE))
     }
 
 

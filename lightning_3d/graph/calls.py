@@ -13,11 +13,16 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 _HANDLER = "_mesh_3d_call_handler"
 _FORWARD_HANDLER = "_mesh_3d_forward_handler"
 _FORWARD = "forward"
+# Whatever the library keeps in a module is called so.
+OURS = "_mesh_3d_"
+# What had been in the place of attributes that are shadowed.
+_SHADOWED = f"{OURS}shadowed"
 _NOTHING = object()
 
 
@@ -64,6 +69,7 @@ def around_forward(module: nn.Module, handler: Handler) -> None:
     attributes = module.__dict__
     if _FORWARD_HANDLER not in attributes:
         own = attributes.get(_FORWARD)
+        attributes.setdefault(_SHADOWED, {})[_FORWARD] = _NOTHING if own is None else own
 
         @functools.wraps(type(module).forward)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -92,9 +98,14 @@ def shadow(owner: object, name: str, method: Any) -> Callable[[], None]:
     """Has ``owner.<name>`` be ``method``, or another value; returns what puts back the one before."""
     attributes = owner.__dict__
     before = attributes.get(name, _NOTHING)
+    shadowed = attributes.setdefault(_SHADOWED, {}) if isinstance(owner, nn.Module) else {}
+    is_first = name not in shadowed
+    shadowed.setdefault(name, before)
     attributes[name] = method
 
     def put_back() -> None:
+        if is_first:
+            shadowed.pop(name, None)
         if before is _NOTHING:
             del attributes[name]
         else:
@@ -103,6 +114,17 @@ def shadow(owner: object, name: str, method: Any) -> Callable[[], None]:
     return put_back
 
 
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """Returns the attributes of a module as they are without handlers, shadows and what else the library keeps."""
+    attributes = vars(module)
+    own = {name: value for name, value in attributes.items() if not name.startswith(OURS)}
+    for name, value in attributes.get(_SHADOWED, {}).items():
+        own[name] = value
+    return {name: value for name, value in own.items() if value is not _NOTHING}
+
+
+# A caller may be compiled, and would compile the handlers.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     owner: Any = next(base for base in type(self).__mro__ if _HANDLER in base.__dict__)
     call = super(owner, self).__call__

@@ -21,7 +21,7 @@ def broadcast_module(module: nn.Module, group: dist.ProcessGroup) -> None:
         module: The whole module, before it is cut; equal on all ranks but for its values.
         group: The ranks that must agree.
     """
-    _broadcast([*module.parameters(), *module.buffers()], group)
+    broadcast_tensors([*module.parameters(), *module.buffers()], group)
 
 
 class BufferBroadcast:
@@ -51,10 +51,17 @@ class BufferBroadcast:
         """Broadcasts the buffers' present values; a collective call if there are any."""
         for rank, places in sorted(self._places.items()):
             found = (part._buffers.get(name) for part, name in places)
-            _broadcast([buffer for buffer in found if buffer is not None], self._group, rank)
+            broadcast_tensors([buffer for buffer in found if buffer is not None], self._group, rank)
 
 
-def _broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
+def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
+    """Gives every rank of a group the values that one of them has, in place.
+
+    Args:
+        tensors: Alike on all ranks but for their values. Those without memory do not travel.
+        group: The ranks.
+        source: The one in the group.
+    """
     unique = {id(tensor): tensor.detach() for tensor in tensors if not tensor.is_meta and tensor.numel()}
     for bucket in _buckets(unique.values()):
         parts = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in bucket]

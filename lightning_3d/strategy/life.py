@@ -16,7 +16,9 @@ from torch.optim import Optimizer
 from lightning_3d.checkpoint.layout import every_name
 from lightning_3d.config.schema import StrategyConfig
 from lightning_3d.errors import ModuleError
+from lightning_3d.graph.beside import kept_beside
 from lightning_3d.graph.compiled import compiled_parts
+from lightning_3d.graph.compiling import check_compiler
 from lightning_3d.graph.parameters import class_name
 from lightning_3d.initial.broadcast import BufferBroadcast
 from lightning_3d.initial.replay import InitTape
@@ -24,13 +26,14 @@ from lightning_3d.mesh.spec import MeshSpec
 from lightning_3d.parallel.pipeline.report import PipelineReport
 from lightning_3d.parallel.tensor.proof.result import Proof, Skipped
 from lightning_3d.parallel.tensor.replay.block import BlockReport
-from lightning_3d.plan import MeshEngine, Plan, apply_plan, make_plan
+from lightning_3d.plan import MeshEngine, ModuleCopies, Plan, apply_plan, make_plan
 from lightning_3d.precision import Mesh3DPrecision
 from lightning_3d.shards.layout import Layout
 from lightning_3d.shards.presence import Presence
 from lightning_3d.strategy.agreement import agreed_plan, agreed_proof
 from lightning_3d.strategy.doors import ModuleDoors
 from lightning_3d.strategy.first_step import FirstStep
+from lightning_3d.strategy.hooks import hook_values
 from lightning_3d.strategy.run import RunOnMesh
 
 _WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
@@ -46,6 +49,7 @@ class AppliedModule:
         plan: The plan that was applied.
         engine: Runs its steps.
         share_buffers: Gives every data rank the running statistics of the first.
+        copies: Copies of it that stand beside it.
         doors: Its methods that know the mesh, while a Trainer runs it.
         layouts: How the tensor axis cuts parameters, by every name that a checkpoint has for them.
         proof: Whether the plan of its tensor axis was proved; None without one.
@@ -57,6 +61,7 @@ class AppliedModule:
     plan: Plan
     engine: MeshEngine
     share_buffers: Callable[[], None]
+    copies: ModuleCopies
     doors: ModuleDoors
     layouts: Mapping[str, Layout]
     proof: Proof | Skipped | None = None
@@ -93,12 +98,16 @@ def apply_module(
         step: The first step of the run, for axes that are planned by what it computes.
 
     Raises:
+        ConfigError: Blocks are to be compiled, and the machine cannot.
         ModuleError: The module is cut already, or lies on the meta device without a recording.
     """
     check_untouched(module)
     check_recorded(module, tape)
+    if config.compile:
+        check_compiler(run.device)
     if spec.tensor > 1:
         _tell_compiled(module)
+    beside = kept_beside(getattr(module._trainer, "callbacks", ()), module)
     precision.convert_module(module)
     # Manual optimization runs backward inside the step, which only an engine of units can follow.
     inside = not module.automatic_optimization and spec.data > 1
@@ -107,6 +116,7 @@ def apply_module(
     proof = None
     if plan.tensor is not None and step is not None:
         proof = agreed_proof(module, plan.tensor, step, tape, run.world_group)
+    copies = ModuleCopies(module, run.world_group, run.data_group)
     engine = apply_plan(
         module,
         plan,
@@ -120,15 +130,18 @@ def apply_module(
         # In manual optimization the step itself may clip or step between two backward passes.
         partial_gradients=module.automatic_optimization,
     )
+    copies.cut(beside, engine.stages)
+    presence = None if engine.stages is None else engine.stages.presence
     return AppliedModule(
         module=module,
         plan=plan,
         engine=engine,
         share_buffers=BufferBroadcast(module, run.data_group) if spec.data > 1 else _nothing,
-        doors=ModuleDoors(module),
+        copies=copies,
+        doors=ModuleDoors(module, hook_values(module, presence)),
         layouts=every_name(module, plan.layouts),
         proof=proof,
-        presence=None if engine.stages is None else engine.stages.presence,
+        presence=presence,
         pipeline_report=None if step is None else _pipeline_report(plan, step.microbatches, module),
     )
 

@@ -80,6 +80,7 @@ class Mesh3DStrategy(ExplainingStrategy):
         async_save: Write checkpoints in the background.
         check_replicas: Compare what must be equal on several ranks.
         explain: Print the plan before training.
+        start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``; ``"auto"`` forks in notebooks only.
         process_group_backend: Backend of the process group; None = by device.
         timeout_seconds: Longest wait in a collective, in seconds.
 
@@ -122,6 +123,7 @@ class Mesh3DStrategy(ExplainingStrategy):
         async_save: bool = False,
         check_replicas: bool = False,
         explain: bool = False,
+        start_method: str = "auto",
         process_group_backend: str | None = None,
         timeout_seconds: float = 300,
     ) -> None:
@@ -173,6 +175,7 @@ class Mesh3DStrategy(ExplainingStrategy):
             compile=self.config.compile,
         )
         applied.doors.open()
+        run.callbacks.open(trainer)
         relay = relay_of(applied, run)
         metrics = MetricDoors(applied.module, run.data_group, relay)
         self._logged = LoggedValues(applied.module, run.named, metrics, applied.module.log)
@@ -213,6 +216,7 @@ class Mesh3DStrategy(ExplainingStrategy):
                 step = FirstStep(module.trainer, module, self._precision, data_rank=self.data_rank, cut=cut)
                 # Not the step itself: its batch must not live as long as the run.
                 self._begun_loaders = step.begun
+                self._on_mesh.callbacks.summaries.make(module)
             self._applied = apply_module(
                 module,
                 self._on_mesh,
@@ -257,11 +261,11 @@ class Mesh3DStrategy(ExplainingStrategy):
         if self._applied is not None:
             self._applied.engine.rest()
             unwatch_calls(self._applied.module)
+            if self._logged is not None:
+                self._logged.close()
             self._applied.doors.close()
         self._finish_writing()
         self.cluster_environment.teardown()
-            if self._logged is not None:
-                self._logged.close()
         self._precision.teardown()
         self.accelerator.teardown()
 
@@ -335,6 +339,7 @@ class Mesh3DStrategy(ExplainingStrategy):
     def on_validation_start(self) -> None:
         applied = self._module_on_mesh
         applied.share_buffers()
+        applied.copies.bring_buffers()
         self._on_mesh.ends.begin_evaluation(applied.module.trainer)
 
     @override
@@ -343,6 +348,12 @@ class Mesh3DStrategy(ExplainingStrategy):
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        # A search for a learning rate trains with a callback of its own.
+        self._on_mesh.callbacks.open(self._module_on_mesh.module.trainer)
 
     # ---- what must be equal ----
 

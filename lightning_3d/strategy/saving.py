@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
+from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_3d.checkpoint.absent import ABSENT, is_absent
-from lightning_3d.checkpoint.gathering import full_state_dict, gather_whole, with_other_state
+from lightning_3d.checkpoint.absent import is_absent, unknown
+from lightning_3d.checkpoint.gathering import full_state_dict, gather_named, gather_whole, with_other_state
 from lightning_3d.checkpoint.layout import as_saved, canonical, module_state
 from lightning_3d.checkpoint.members import Members, members_of
 from lightning_3d.checkpoint.optimizers import optimizer_state
-from lightning_3d.errors import CheckpointError
+from lightning_3d.errors import CheckpointError, ModuleError
 from lightning_3d.initial.broadcast import BufferBroadcast
+from lightning_3d.log import get_logger
+from lightning_3d.shards.hook_values import without_hook_values
 from lightning_3d.strategy.life import AppliedModule
 from lightning_3d.strategy.processes import MeshStrategy
+
+_log = get_logger(__name__)
 
 
 class SavingStrategy(MeshStrategy):
@@ -39,12 +47,16 @@ class SavingStrategy(MeshStrategy):
     def _module_on_mesh(self) -> AppliedModule:
         """The module after its plan was applied."""
 
+    @override
+    @without_hook_values()
     def full_state_dict(self) -> dict[str, Any]:
         """Returns the module's whole state on the CPU, on every rank. Every rank must call it."""
+        self._stop_with_all()
         applied = self._module_on_mesh
         self._bring_buffers(applied)
         return full_state_dict(applied.module, keep=True, layouts=applied.layouts, presence=applied.presence)
 
+    @without_hook_values()
     def full_tensor(self, name: str, tensor: Tensor | None) -> Tensor:
         """Returns the whole of a parameter, of its gradient, or of a tensor of its optimizer state.
 
@@ -58,9 +70,57 @@ class SavingStrategy(MeshStrategy):
             CheckpointError: No rank has values of it.
         """
         applied = self._module_on_mesh
-        held = ABSENT if tensor is None else as_saved(tensor.detach(), applied.layouts.get(canonical(name)))
+        held = unknown() if tensor is None else as_saved(tensor.detach(), applied.layouts.get(canonical(name)))
         found: Tensor = gather_whole({name: held}, True, {}, applied.presence)[name]
         return found.to(self.root_device if tensor is None or is_absent(held) else tensor.device)
+
+    @without_hook_values()
+    def full_tensors(self, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+        """Returns the whole of many tensors, as `full_tensor` does, in far less time than one by one.
+
+        Every rank must call it, with the same names. Tensors of which no rank has values are left out.
+
+        Args:
+            tensors: By the names of their parameters, as this rank holds them.
+        """
+        applied = self._module_on_mesh
+        held = {
+            name: unknown() if tensor is None else as_saved(tensor.detach(), applied.layouts.get(canonical(name)))
+            for name, tensor in tensors.items()
+        }
+        whole = gather_named(held, applied.presence)
+        here = {name: self.root_device if is_absent(value) else value.device for name, value in held.items()}
+        return {name: tensor.to(here[name]) for name, tensor in whole.items()}
+
+    def _stop_with_all(self) -> None:
+        """After an exception, lets this rank save only with all others: one that is in a step still will never come.
+
+        Raises:
+            BaseException: The exception itself, where the Trainer then ends without a checkpoint.
+            CheckpointError: The Trainer has ended.
+        """
+        module = self.lightning_module
+        trainer = None if module is None else module._trainer
+        if trainer is None or trainer.state.status != TrainerStatus.INTERRUPTED or self.world_size == 1:
+            return
+        reason, exception = self._why_not_together(), sys.exc_info()[1]
+        if reason and exception is not None:
+            _log.error("No checkpoint is saved at this exception: %s.", reason)
+            self.on_exception(exception)
+            raise exception
+
+    def _why_not_together(self) -> str:
+        try:
+            assert self._module_on_mesh
+        except ModuleError:
+            return "the module was not set up yet"
+        if not dist.is_initialized():
+            raise CheckpointError(
+                "the Trainer has ended with an exception, and its ranks cannot save together any more.",
+                fix="OnExceptionCheckpoint or ModelCheckpoint(save_on_exception=True), which save before",
+            )
+        missing = ", ".join(map(str, self._on_mesh.stop.missing()))
+        return f"rank {missing} did not stop with the others" if missing else ""
 
     @staticmethod
     def _bring_buffers(applied: AppliedModule) -> None:
@@ -69,6 +129,7 @@ class SavingStrategy(MeshStrategy):
         applied.share_buffers()
         if applied.presence is not None:
             BufferBroadcast(applied.module, applied.presence.group, applied.presence.source)()
+        applied.copies.bring_buffers()
 
     @property
     @override
@@ -90,12 +151,16 @@ class SavingStrategy(MeshStrategy):
             self._members = [members_of(applied.module, optimizer) for optimizer in self.optimizers]
 
     @override
+    @without_hook_values()
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        # The first that Lightning asks for when it saves.
+        self._stop_with_all()
         applied = self._module_on_mesh
         self._bring_buffers(applied)
         return with_other_state(module_state(applied.module, applied.layouts), applied.module, applied.presence)
 
     @override
+    @without_hook_values()
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         applied = self._module_on_mesh
@@ -103,15 +168,19 @@ class SavingStrategy(MeshStrategy):
         return optimizer_state(applied.module, plain, applied.layouts, presence=applied.presence, recorded=known)
 
     @override
+    @without_hook_values()
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        if storage_options is not None:
+        writer = self._own_io
+        if storage_options is not None and writer is None:
             raise CheckpointError(
                 "storage_options belong to a CheckpointIO, and Mesh3DStrategy writes checkpoints itself.",
-                fix="trainer.save_checkpoint(path) without storage_options",
+                fix="trainer.save_checkpoint(path) without storage_options, or Trainer(plugins=[your CheckpointIO])",
             )
         applied = self._module_on_mesh
         path = self.broadcast(str(filepath))
-        self._on_mesh.checkpoints.save(checkpoint, path, applied.layouts, applied.presence)
+        self._on_mesh.checkpoints.save(
+            checkpoint, path, applied.layouts, applied.presence, writer=writer, storage_options=storage_options
+        )
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
@@ -119,7 +188,11 @@ class SavingStrategy(MeshStrategy):
         applied = self._apply()
         applied.engine.rest()
         return self._on_mesh.checkpoints.open(
-            str(checkpoint_path), applied.module, applied.layouts, weights_only=weights_only
+            str(checkpoint_path),
+            applied.module,
+            applied.layouts,
+            weights_only=weights_only,
+            reader=self._own_io,
         )
 
     @override
@@ -142,5 +215,17 @@ class SavingStrategy(MeshStrategy):
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
-        if not self._on_mesh.checkpoints.remove(str(filepath)):
+        if self._own_io is not None or not self._on_mesh.checkpoints.remove(str(filepath)):
             super().remove_checkpoint(filepath)
+
+    @property
+    def _own_io(self) -> CheckpointIO | None:
+        """What the user has given to the Trainer to write checkpoints with; Lightning's own is not needed here."""
+        own = self.checkpoint_io
+        return None if type(own) is TorchCheckpointIO else own
+
+    def _finish_writing(self) -> None:
+        """Waits for a user's own CheckpointIO that writes in the background."""
+        own = self._own_io
+        if own is not None and self._run is not None:
+            self._run.checkpoints.finish(own)

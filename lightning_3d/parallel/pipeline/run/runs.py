@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_3d.errors import Lightning3DError, ModuleError
 from lightning_3d.graph.attributes import Attributes
 from lightning_3d.graph.calls import Call, Handler, shadow
+from lightning_3d.graph.compiled import compiled_parts
 from lightning_3d.graph.quiet import quiet
 from lightning_3d.graph.stand_ins import without_metrics
 from lightning_3d.parallel.pipeline.plan import PipelinePlan
@@ -30,6 +31,7 @@ from lightning_3d.parallel.pipeline.run.site import Site
 from lightning_3d.parallel.pipeline.run.stage_run import StageRun
 from lightning_3d.random.streams import RandomStreams
 from lightning_3d.shards.group import ShardGroup
+from lightning_3d.shards.hook_values import without_hook_values
 
 _Result = TypeVar("_Result")
 _NO_GRAPH_TASK = -1
@@ -73,6 +75,7 @@ class PipelineRuns:
             names=ParameterNames(module, leaves=tensor_group is not None),
             streams=streams,
             tensor_group=tensor_group,
+            compiled=bool(compiled_parts(module)),
         )
         self._exchange = Exchange(
             group=group, rank=rank, device=device, modules=dict(module.named_modules()), tensor_group=tensor_group
@@ -173,13 +176,19 @@ class PipelineRuns:
         return record
 
     @property
+    def in_step(self) -> bool:
+        """Whether a step runs on a stage or is recorded: the ranks are, or will be, in different places of it."""
+        run = self._run
+        return isinstance(run, StageRun) or (run is not None and run.is_recorded)
+
+    @property
     def _run(self) -> StageRun | SharedRun | None:
         return getattr(self._active, "run", None)
 
     def _during(self, run: StageRun | SharedRun, call: Callable[[], _Result]) -> _Result:
         self._active.run = run
         try:
-            with attributes_explained(self._module, self._site.plan.modules):
+            with without_hook_values(), attributes_explained(self._module, self._site.plan.modules):
                 return call()
         finally:
             self._active.run = None

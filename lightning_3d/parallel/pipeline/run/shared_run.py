@@ -49,7 +49,12 @@ class SharedRun:
         self._with_gradients = recorder is not None and torch.is_grad_enabled()
         self._is_inside = False
         self._parameters: dict[str, Tensor] = {}
-        self._mode = ContainerFunctions(self._function)
+        self._mode = ContainerFunctions(self._function, compiled=site.compiled)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether what it does is written down, for stages to do it."""
+        return self._recorder is not None
 
     def run(self, call: Callable[[], _Result]) -> _Result:
         """Returns what the call returns."""

@@ -63,6 +63,11 @@ def alias_properties(module: nn.Module, aliases: dict[str, Any]) -> dict[str, pr
     return {name: _property(name) for name in aliases}
 
 
+def aliases_of(module: nn.Module) -> dict[str, Any]:
+    """Returns the attributes that were taken out of a module, as it shows them."""
+    return {name: getattr(module, name) for name in module.__dict__.get(_ALIASES, ())}
+
+
 def _property(name: str) -> property:
     def read(self: nn.Module) -> Any:
         return pytree.tree_map_only(Place, Place.read, self.__dict__[_ALIASES][name])
