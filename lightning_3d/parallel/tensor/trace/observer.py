@@ -174,6 +174,7 @@ class TensorTrace(Observer):
             now.uses.ended([leaf for leaf in leaves if isinstance(leaf, TracedShard)])
             now.meter.finish(leaves)
             now.uses.judge(now.weights.styles)
+        now.group.close()
         return self._changed
 
     def value_read(self, read: ValueRead) -> bool:

@@ -102,6 +102,7 @@ class Rehearsal(Observer):
     def end(self, output: Any) -> bool:
         """Counts what lies outside of blocks."""
         self._meter.finish(pytree.tree_leaves(output))
+        self._group.close()
         return False
 
     def value_read(self, read: ValueRead) -> bool:

@@ -50,6 +50,13 @@ class TraceGroup(ShardGroup):
         self.listener = listener
         self.exchanges = Exchanges()
 
+    def close(self) -> None:
+        """Lets go of the listener when the pass is over.
+
+        Autograd's nodes keep the group, the listener may keep nodes, and the collector does not see through them.
+        """
+        del self.listener
+
     def sum(self, value: Tensor) -> Tensor:
         """Counts."""
         self.exchanges += Exchanges(sums=1)
