@@ -21,7 +21,7 @@ from lightning_3d.graph.calls import shadow
 
 
 @contextmanager
-def quiet(module: LightningModule, *, keep_log: bool = False) -> Iterator[None]:
+def quiet(module: LightningModule, *beside: object, keep_log: bool = False) -> Iterator[None]:
     """Context in which calls of the module's steps leave no trace in it.
 
     Put back at the end: the attributes of every sub-module, what their collections, tensors and generators hold
@@ -31,6 +31,7 @@ def quiet(module: LightningModule, *, keep_log: bool = False) -> Iterator[None]:
 
     Args:
         module: The module whose steps run inside.
+        beside: Plain objects whose methods run inside too, as a data module's.
         keep_log: Leave ``module.log`` alone, for a caller that listens to it itself; else it does nothing inside.
     """
     with ExitStack() as at_end:
@@ -38,6 +39,8 @@ def quiet(module: LightningModule, *, keep_log: bool = False) -> Iterator[None]:
         memory = _Memory()
         at_end.callback(memory.restore)
         memory.add_tree(module)
+        for each in beside:
+            memory.add_value(each)
         if module._trainer is not None:
             at_end.callback(_mute(module._trainer))
         at_end.callback(shadow(module, "print", _silent))
@@ -87,11 +90,12 @@ class _Memory:
         self._add_dict(attributes)
         for key, value in attributes.items():
             if key not in ("_trainer", "_fabric"):
-                self._add_value(value)
+                self.add_value(value)
         for buffer in module._buffers.values():
-            self._add_value(buffer)
+            self.add_value(buffer)
 
-    def _add_value(self, value: Any) -> None:
+    def add_value(self, value: Any) -> None:
+        """Remembers what a value holds, unless it is a module; of plain objects only the user's own."""
         if isinstance(value, (*_PLAIN, nn.Module)) or self._known(value):
             return
         if isinstance(value, _COLLECTIONS):
@@ -133,7 +137,7 @@ class _Memory:
                 self._add_collection(part)
             elif type(part) is Tensor and part.numel() <= _SMALL:
                 # A running sum; what a step only gathers may be large.
-                self._add_value(part)
+                self.add_value(part)
             else:
                 self._add_generator(part)
 

@@ -12,12 +12,15 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
 from lightning_3d.batches.micro import MicroBatches
 from lightning_3d.batches.peek import first_batch
 from lightning_3d.errors import BatchError
 from lightning_3d.graph.calls import shadow
+from lightning_3d.graph.quiet import quiet
 from lightning_3d.precision import Mesh3DPrecision
 
 _STAGES: Mapping[TrainerFn, str] = {
@@ -137,15 +140,22 @@ class FirstStep:
     def _arguments(self, combined: CombinedLoader, batches: list[Any]) -> tuple[Any, ...]:
         several = combined._mode == "sequential"
         batch = batches[0] if several else tree_unflatten(batches, combined._spec)
-        batch = self._precision.convert_input(batch)
-        batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
-        batch = self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+        batch = self._transferred(batch)
         if self._stage == "training":
             return tuple(self._loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0).values())
         number = 0 if several and len(batches) > 1 else None
         kwargs = self._loop._build_kwargs(batch, 0, number)
         return tuple(self._loop._build_step_args_from_hook_kwargs(kwargs, self.method))
 
+
+    def _transferred(self, batch: Any) -> Any:
+        """What the user's hooks make of a batch on its way to the device; nothing remains of their calls."""
+        # They may write to its tensors, and the loop gives them this batch once more.
+        batch = apply_to_collection(batch, Tensor, Tensor.clone)
+        with quiet(self._module, getattr(self._trainer, "datamodule", None)):
+            batch = self._precision.convert_input(batch)
+            batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
+            return self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
 def _give_once_more(owner: object, name: str, loaders: Any) -> None:
     """Has the next call of a hook return what it has returned already; then it is the user's own again."""

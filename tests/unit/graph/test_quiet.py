@@ -171,3 +171,25 @@ def test_generators_iterators_and_plainly_held_metrics_are_put_back() -> None:
             module.draw()
     assert [module.draw(), module.draw()] == [expected.draw(), expected.draw()]
     assert module.plain["seen"].compute() == 2.0
+
+
+class Counted(L.LightningDataModule):
+    """Its hook counts batches, and draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.seen = 0, [0]
+        self.generator = torch.Generator().manual_seed(1)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.count += 1
+        self.seen.append(self.count)
+        return batch + torch.rand((), generator=self.generator)
+
+
+def test_objects_beside_the_module_are_put_back() -> None:
+    data = Counted()
+    with quiet(Draws(), data, None):
+        first = data.on_after_batch_transfer(torch.zeros(1), 0)
+    assert (data.count, data.seen) == (0, [0])
+    torch.testing.assert_close(data.on_after_batch_transfer(torch.zeros(1), 0), first, rtol=0, atol=0)
