@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from tests.features import loaders, loops, samplers
+from tests.features import batches, loaders, loops, samplers, sources
 from tests.features.table import Feature
 
 FEATURES: tuple[Feature, ...] = (
     *loops.FEATURES,
     *samplers.FEATURES,
     *loaders.FEATURES,
+    *batches.FEATURES,
+    *sources.FEATURES,
 )
