@@ -71,16 +71,20 @@ class PipelineRunner(BatchRunner):
     def training_step(self, *args: Any) -> Any:
         """See `BatchRunner`."""
         self._begin_training_step()
-        if self._opens_window:
+        trains = self._goes_backward
+        if trains and self._opens_window:
             self._aside.make_room()
         with self._metrics.alone():
             batch = self._prepared(_TRAINING, args, self._position, self._precision.train_step_context)
-            self._engine.before_microbatch(last=not self.accumulating, backwards=batch.count)
             loss = BatchLoss(batch, self._accumulation, self._precision.scaled)
-            train = partial(self._pipeline.train, batch.step, loss, batch.signatures)
+            run = partial(self._pipeline.evaluate, batch.step, batch.signatures)
+            if trains:
+                self._engine.before_microbatch(last=not self.accumulating, backwards=batch.count)
+                run = partial(self._pipeline.train, batch.step, loss, batch.signatures)
             self._attributes.begin()
-            results = self._engine.scheduled(train)
-        self._aside.put_aside()
+            results = self._engine.scheduled(run)
+        if trains:
+            self._aside.put_aside()
 
         def outcome() -> StepOutcome:
             loss.check()

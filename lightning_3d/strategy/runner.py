@@ -133,6 +133,11 @@ class BatchRunner(ABC):
         return int(self._module.trainer.fit_loop.epoch_loop.batch_idx) % self._accumulation == 0
 
     @property
+    def _goes_backward(self) -> bool:
+        """Whether steps train: Lightning's SWA renews running statistics by an epoch of forwards alone."""
+        return not self._module.trainer.fit_loop._skip_backward
+
+    @property
     def _accumulation(self) -> int:
         return int(self._module.trainer.accumulate_grad_batches)
 

@@ -105,6 +105,8 @@ class StepRunner(BatchRunner):
                 f"into {len(sizes)} micro-batches.",
                 fix="num_microbatches=1 and micro_batch_size=null",
             )
+        if not self._goes_backward:
+            return self._forward_alone(args, sizes)
         if self._opens_window:
             self._aside.make_room()
         outputs, weights = [], []
@@ -121,6 +123,14 @@ class StepRunner(BatchRunner):
                 outputs.append(detached(output))
         self._aside.put_aside()
         return to_go_back_from(join_outputs(outputs, sizes=sizes, shares=output_shares(sizes, weights)))
+
+    def _forward_alone(self, args: Sequence[Any], sizes: Sequence[int]) -> Any:
+        outputs = []
+        with self._collecting(sizes) as at:
+            for index, part in enumerate(self._batches.split(args[0], sizes)):
+                at(index)
+                outputs.append(detached(self._train_one((part, *args[1:]), index, len(sizes))))
+        return join_outputs(outputs, sizes=sizes, shares=shares(sizes))
 
     @contextmanager
     def _collecting(self, sizes: Sequence[int]) -> Iterator[Callable[[int], None]]:

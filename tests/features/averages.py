@@ -67,14 +67,14 @@ class Buffered(Module):
 
 
 class Normed(nn.Module):
-    """A layer with running statistics between linear ones."""
+    """A layer with running statistics before linear ones."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.norm, self.down = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.up, self.down = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        inner: Tensor = self.down(F.relu(self.norm(self.up(hidden))))
+        inner: Tensor = self.down(F.relu(self.up(self.norm(hidden))))
         return hidden + inner
 
 
@@ -87,10 +87,11 @@ class WithStatistics(Module):
 
 
 class InPairs(Data):
-    """Trains on samples of which each comes twice in turn, so that two data ranks see the statistics of one device."""
+    """Trains on batches whose halves are equal, so that each of two data ranks sees the statistics of one device."""
 
     def train_dataloader(self) -> Any:
-        return self.here.loader(Subset(Samples(16), [index for index in range(16) for _ in range(2)]), self.batch_size)
+        halves = [list(range(start, start + 4)) for start in range(0, 16, 4)]
+        return self.here.loader(Subset(Samples(16), sum((2 * half for half in halves), [])), 8)
 
 
 def with_statistics(here: Here, make: Callable[[], Callback]) -> Seen:
