@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
@@ -68,7 +68,11 @@ class StoredCheckpoint:
 
 
 def open_checkpoint(
-    path: str | Path, *, weights_only: bool | None, group: dist.ProcessGroup | None
+    path: str | Path,
+    *,
+    weights_only: bool | None,
+    group: dist.ProcessGroup | None,
+    reader: CheckpointIO | None = None,
 ) -> StoredCheckpoint:
     """Opens a checkpoint and reads its metadata. Every rank calls it.
 
@@ -76,16 +80,17 @@ def open_checkpoint(
         path: The checkpoint as this rank sees it: a directory, a file, or a URL of a file.
         weights_only: None and True load plain data alone; False unpickles a file of someone trusted.
         group: The ranks that load together, None for one process.
+        reader: Reads whatever is no directory of ours.
 
     Raises:
         CheckpointError: On every rank: the path does not exist, is unfinished or damaged, or needs unpickling.
     """
+    plain = weights_only is not False
     with together(group, f"open the checkpoint {path}", _DAMAGED):
-        if is_remote(path):
-            return _of_file(
-                str(path), TorchCheckpointIO().load_checkpoint(path, weights_only=weights_only is not False)
-            )
-        return _open_local(resolve(local_path(path)), weights_only is not False)
+        remote = is_remote(path)
+        if remote or (reader is not None and not (local_path(path) / META_FILE).is_file()):
+            return _of_file(str(path), (reader or TorchCheckpointIO()).load_checkpoint(path, weights_only=plain))
+        return _open_local(resolve(local_path(path)), plain)
     raise AssertionError("together() lets no failure through")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from torch import Tensor
 
 from lightning_3d.checkpoint.absent import present
@@ -87,7 +87,15 @@ class CheckpointState:
         )
 
 
-def save(path: str | Path, state: CheckpointState, *, distributed: bool, group: dist.ProcessGroup | None) -> None:
+def save(
+    path: str | Path,
+    state: CheckpointState,
+    *,
+    distributed: bool,
+    group: dist.ProcessGroup | None,
+    writer: CheckpointIO | None = None,
+    storage_options: Any = None,
+) -> None:
     """Saves a checkpoint; what stood under the name stays until the new one is whole. Every rank calls it.
 
     Where the ranks do not share the directory (node-local disks), each disk gets a complete checkpoint, gathered in the
@@ -98,10 +106,15 @@ def save(path: str | Path, state: CheckpointState, *, distributed: bool, group: 
         state: What to save.
         distributed: True for a directory that all ranks write, False for one file.
         group: All ranks of the mesh, with a backend for CPU objects; None for one process.
+        writer: Gets the whole checkpoint on the first rank, in the place of all that is written here.
+        storage_options: For the writer.
 
     Raises:
         CheckpointError: On every rank alike, if any rank could not save.
     """
+    if writer is not None:
+        _save_by(writer, str(path), state, group, storage_options=storage_options)
+        return
     remote = is_remote(path)
     if remote and distributed:
         raise CheckpointError(
@@ -109,7 +122,7 @@ def save(path: str | Path, state: CheckpointState, *, distributed: bool, group: 
             fix="choose a directory that all nodes mount, or save one file: strategy.save_distributed_checkpoint=false",
         )
     if remote:
-        _save_remote(str(path), state, group)
+        _save_by(TorchCheckpointIO(), str(path), state, group)
         return
     target = local_path(path)
     disk = find_disk(target.parent, group)
@@ -157,12 +170,14 @@ def _save_file(target: Path, state: CheckpointState, disk: Disk, group: dist.Pro
             torch.save(checkpoint, temporary)
 
 
-def _save_remote(url: str, state: CheckpointState, group: dist.ProcessGroup | None) -> None:
+def _save_by(
+    writer: CheckpointIO, url: str, state: CheckpointState, group: dist.ProcessGroup | None, **options: Any
+) -> None:
     first = group is None or dist.get_rank(group) == 0
     checkpoint = _whole_checkpoint(url, state, first, group)
     with together(group, f"write the checkpoint {url}", "check the address and its permissions, then save again"):
         if first:
-            TorchCheckpointIO().save_checkpoint(checkpoint, url)
+            writer.save_checkpoint(checkpoint, url, **options)
 
 
 def _whole_checkpoint(

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.io import CheckpointIO
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_3d.checkpoint.agreement import together
 from lightning_3d.checkpoint.containers import to_plain
 from lightning_3d.checkpoint.files import remove
 from lightning_3d.checkpoint.generators import random_state
@@ -54,6 +56,9 @@ class CheckpointDoor:
         path: str | Path,
         layouts: Mapping[str, Layout],
         presence: Presence | None = None,
+        *,
+        writer: CheckpointIO | None = None,
+        storage_options: Any = None,
     ) -> None:
         """Saves what Lightning collected, beside this rank's random states. Every rank calls it.
 
@@ -62,18 +67,33 @@ class CheckpointDoor:
             path: Where to.
             layouts: How the tensor axis cuts parameters, by every name that they have.
             presence: The ranks of the pipeline, None without one.
+            writer: The user's own; see ``store.save``.
+            storage_options: For the writer.
         """
         content = dict(checkpoint)
         if _PRECISION_KEY in content:
             content[_LIGHTNING_PRECISION_KEY] = content[_PRECISION_KEY]
         state = CheckpointState.of(content, random_state(self._device), layouts, presence)
-        save(path, state, distributed=self._distributed, group=self._group)
+        save(
+            path,
+            state,
+            distributed=self._distributed,
+            group=self._group,
+            writer=writer,
+            storage_options=storage_options,
+        )
 
     def open(
-        self, path: str | Path, module: nn.Module, layouts: Mapping[str, Layout], *, weights_only: bool | None
+        self,
+        path: str | Path,
+        module: nn.Module,
+        layouts: Mapping[str, Layout],
+        *,
+        weights_only: bool | None,
+        reader: CheckpointIO | None = None,
     ) -> dict[str, Any]:
         """Returns a checkpoint in Lightning's form, its weights laid out as the module's. Every rank calls it."""
-        stored = open_checkpoint(path, weights_only=weights_only, group=self._group)
+        stored = open_checkpoint(path, weights_only=weights_only, group=self._group, reader=reader)
         self._stored = stored
         content = dict(stored.metadata)
         if _LIGHTNING_PRECISION_KEY in content:
@@ -121,6 +141,12 @@ class CheckpointDoor:
         if self._stored is not None:
             restore_random(self._stored, rank=self._group.rank(), world=self._group.size(), device=self._device)
         self._stored = None
+
+    def finish(self, writer: CheckpointIO) -> None:
+        """Has a writer of the user's own finish what it does in the background. Every rank calls it."""
+        group = self._group if dist.is_initialized() else None
+        with together(group, "finish writing checkpoints", "see what its CheckpointIO could not do, then save again"):
+            writer.teardown()
 
     @staticmethod
     def check_hyper_parameters(owner: object) -> None:

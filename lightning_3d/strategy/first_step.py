@@ -56,7 +56,7 @@ class BegunLoaders:
 class FirstStep:
     """Runs the step that a run is about to begin with, on its first batch.
 
-    Loaders are asked for before the run does it, which is given the same ones.
+    Loaders are asked for before the run does it, which is given the same ones; one that resumes asks once more.
 
     Attributes:
         method: Name of the module's method.
@@ -131,7 +131,8 @@ class FirstStep:
     def _loaders(self) -> CombinedLoader:
         source = self._loop._data_source
         given = _request_dataloader(source)
-        if source.is_module():
+        # What a checkpoint brings back to its owner may change what a loader is.
+        if source.is_module() and self._trainer.ckpt_path is None:
             _give_once_more(source.instance, source.name, given)
         if isinstance(given, CombinedLoader):
             return given
@@ -147,7 +148,6 @@ class FirstStep:
         kwargs = self._loop._build_kwargs(batch, 0, number)
         return tuple(self._loop._build_step_args_from_hook_kwargs(kwargs, self.method))
 
-
     def _transferred(self, batch: Any) -> Any:
         """What the user's hooks make of a batch on its way to the device; nothing remains of their calls."""
         # They may write to its tensors, and the loop gives them this batch once more.
@@ -156,6 +156,7 @@ class FirstStep:
             batch = self._precision.convert_input(batch)
             batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
             return self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
 
 def _give_once_more(owner: object, name: str, loaders: Any) -> None:
     """Has the next call of a hook return what it has returned already; then it is the user's own again."""

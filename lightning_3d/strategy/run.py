@@ -16,12 +16,14 @@ from lightning_3d.gradients import PipelineShare, clip_by_norm, clip_by_value
 from lightning_3d.mesh.device import build_device_mesh, data_axis_mesh, model_mesh, pipeline_mesh, tensor_mesh
 from lightning_3d.mesh.spec import MODEL_GROUP, MeshSpec
 from lightning_3d.random.streams import RandomStreams
+from lightning_3d.strategy.callbacks import CallbackDoors
 from lightning_3d.strategy.checkpoints import CheckpointDoor
 from lightning_3d.strategy.collectives import DataCollectives
 from lightning_3d.strategy.dealing import LoaderDealer
 from lightning_3d.strategy.ends import LoaderEnds
-from lightning_3d.strategy.replicas import ReplicaCheck, alike, drawing_alike
 from lightning_3d.strategy.named import NamedValues
+from lightning_3d.strategy.replicas import ReplicaCheck, alike, drawing_alike
+from lightning_3d.strategy.stopping import CommonStop
 
 
 class RunOnMesh:
@@ -47,16 +49,17 @@ class RunOnMesh:
         assert world is not None, "the processes have met"
         self.world_group: dist.ProcessGroup = world
         self.seed = _agreed_seed(self.world_group)
+        self.stop = CommonStop(self.world_group)
         self.streams = RandomStreams(self.seed, [device]) if config.layout_free_random else None
         self.clipper = MeshClipper(self.shared_group)
         self.collectives = DataCollectives(self.data_group, self.world_group, device)
-        self.ends = LoaderEnds(self.collectives, config.uneven, partial(alike, group=self.model_group))
-        self.dealer = LoaderDealer(
-            self.data_group.size(), self.data_group.rank(), partial(drawing_alike, self.data_group)
         self.named = NamedValues(
             self.world_group, device, data_rank=self.data_group.rank(), data_size=self.data_group.size()
         )
         self.callbacks = CallbackDoors(self.collectives, self.model_group)
+        self.ends = LoaderEnds(self.collectives, config.uneven, partial(alike, group=self.model_group))
+        self.dealer = LoaderDealer(
+            self.data_group.size(), self.data_group.rank(), partial(drawing_alike, self.data_group)
         )
         self.checkpoints = CheckpointDoor(
             distributed=config.save_distributed_checkpoint, group=self.world_group, device=device
