@@ -25,7 +25,7 @@ from torch.utils.checkpoint import (
 
 from lightning_3d.graph.calls import Call, Handler
 from lightning_3d.parallel.tensor.doors import BlockDoor, Run, Through
-from lightning_3d.parallel.tensor.replay.caches import is_cache
+from lightning_3d.parallel.tensor.replay.caches import is_any_cache
 
 _KEPT = frozenset(
     {
@@ -83,15 +83,22 @@ def _checkpointed(
 
 def _with_spare_caches(run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Makes the call, forward and again in backward, on copies of its caches, which are dropped."""
-    args, kwargs = pytree.tree_map(_spare, (args, kwargs), is_leaf=is_cache)
+    args, kwargs = pytree.tree_map(_spare, (args, kwargs), is_leaf=is_any_cache)
     return run(args, kwargs)
 
 
 def _spare(value: Any) -> Any:
-    if not is_cache(value):
+    """Returns a copy of a cache that may be filled in its place; anything else as it is."""
+    if not is_any_cache(value):
         return value
     spare = copy.copy(value)
-    spare.layers = [copy.copy(layer) for layer in value.layers]
+    for name, part in vars(value).items():
+        if isinstance(part, list):
+            vars(spare)[name] = [copy.copy(layer) for layer in part]
+        elif isinstance(part, dict):
+            vars(spare)[name] = dict(part)
+        else:
+            vars(spare)[name] = _spare(part)
     return spare
 
 

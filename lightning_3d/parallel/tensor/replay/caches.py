@@ -16,7 +16,7 @@ from lightning_3d.shards.group import ShardGroup
 from lightning_3d.shards.partial import PartialTensor
 from lightning_3d.shards.protocol import one_call
 
-_MODULE, _CLASS = "transformers.cache_utils", "DynamicCache"
+_MODULE, _BASE, _CLASS = "transformers.cache_utils", "Cache", "DynamicCache"
 # Layers that return what they are given as long as they are empty.
 _LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")
 # How a tensor is cut; the ranks alone if its gradient is partial, None if it is plain.
@@ -28,6 +28,11 @@ Update = tuple[Any, int, str]
 def is_cache(value: Any) -> bool:
     """Returns whether a value is a cache that blocks may update."""
     return any(cls.__name__ == _CLASS and cls.__module__ == _MODULE for cls in type(value).__mro__[:2])
+
+
+def is_any_cache(value: Any) -> bool:
+    """Returns whether a value is a cache of any kind, one that is made of others too."""
+    return any((cls.__module__, cls.__name__) == (_MODULE, _BASE) for cls in type(value).__mro__)
 
 
 def fresh_layer(cache: Any, layer: int) -> str | None:
