@@ -6,7 +6,7 @@ import time
 import uuid
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from lightning_3d.checkpoint.agreement import gather
 
@@ -37,7 +37,7 @@ class CommonStop:
         return self._missing
 
     def _found(self) -> tuple[int, ...]:
-        store = dist.PrefixStore(f"lightning_3d/stopped/{self._name}", _get_default_store())
+        store = PrefixStore(f"lightning_3d/stopped/{self._name}", _get_default_store())
         try:
             return missing_ranks(store, self._group.rank(), self._group.size(), _SECONDS_TO_STOP)
         except dist.DistError:
@@ -45,7 +45,7 @@ class CommonStop:
             return (0,)
 
 
-def missing_ranks(store: dist.Store, rank: int, world: int, seconds: float) -> tuple[int, ...]:
+def missing_ranks(store: Store, rank: int, world: int, seconds: float) -> tuple[int, ...]:
     """Tells the others that this rank has stopped, and waits until they have.
 
     Every rank gets the same answer, that of the first that could decide.

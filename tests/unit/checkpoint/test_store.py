@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins.io import CheckpointIO
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -248,6 +249,42 @@ def test_urls(tmp_path: Path) -> None:
     stored = open_checkpoint("memory://runs/a.ckpt", weights_only=None, group=None)
     load_module(stored, other, strict=True, group=None)
     assert torch.equal(other.table.weight, model.table.weight)
+
+
+class Kept(CheckpointIO):
+    """Keeps checkpoints in memory."""
+
+    def __init__(self) -> None:
+        self.saved: dict[str, tuple[Any, Any]] = {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        self.saved[path] = (checkpoint, storage_options)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        assert weights_only
+        return dict(self.saved[str(path)][0])
+
+    def remove_checkpoint(self, path: Any) -> None:
+        del self.saved[path]
+
+
+@pytest.mark.parametrize("distributed", [True, False], ids=["directory", "file"])
+def test_a_writer_of_the_users_own_gets_the_whole(tmp_path: Path, distributed: bool) -> None:
+    model, other, kept = Model(), Model(), Kept()
+    state = CheckpointState.of({"epoch": 3, "state_dict": module_state(model), "optimizer_states": []})
+    path = str(tmp_path / "a.ckpt")
+    save(path, state, distributed=distributed, group=None, writer=kept, storage_options="mine")
+    assert [*tmp_path.iterdir()] == []
+    assert kept.saved[path][1] == "mine"
+    stored = open_checkpoint(path, weights_only=None, group=None, reader=kept)
+    assert stored.metadata == {"epoch": 3}
+    load_module(stored, other, strict=True, group=None)
+    assert torch.equal(other.table.weight, model.table.weight)
+    # What is a directory of ours needs no reader.
+    save(path, state, distributed=True, group=None)
+    assert open_checkpoint(path, weights_only=None, group=None, reader=Kept()).metadata == {"epoch": 3}
+    with pytest.raises(CheckpointError, match=r"could not open the checkpoint .*b\.ckpt: KeyError"):
+        open_checkpoint(tmp_path / "b.ckpt", weights_only=None, group=None, reader=kept)
 
 
 def test_a_local_url_is_a_path(tmp_path: Path) -> None:
