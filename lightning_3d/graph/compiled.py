@@ -33,6 +33,11 @@ def compiled_parts(module: nn.Module) -> tuple[str, ...]:
     return tuple(found)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Returns whether calls of a module itself are compiled."""
+    return any(_is_compiled(vars(module).get(key)) for key in _CALLS)
+
+
 def _in_class(cls: type) -> Iterator[str]:
     for base in cls.__mro__:
         if base.__module__.partition(".")[0] in ("torch", "lightning", "builtins"):

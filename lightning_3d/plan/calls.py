@@ -15,6 +15,7 @@ from lightning_3d.parallel.tensor.doors import BlockDoor, whole
 from lightning_3d.parallel.tensor.regions.run import run_regions
 from lightning_3d.parallel.tensor.replay.block import ReplayOptions
 from lightning_3d.parallel.tensor.replay.blocks import Replays
+from lightning_3d.plan.compiling import as_it_is, compile_blocks
 from lightning_3d.plan.engine import MeshEngine
 from lightning_3d.plan.make import Plan
 from lightning_3d.plan.recompute import block_handler, recomputing
@@ -32,6 +33,7 @@ def watch_calls(
     *,
     replay: ReplayOptions | None = None,
     activation_checkpointing: str = "none",
+    compile: bool = False,  # noqa: A002 (the public name)
 ) -> None:
     """Makes calls of the module's parts work anywhere, and blocks and outer modules draw from streams of their own.
 
@@ -46,19 +48,20 @@ def watch_calls(
         streams: None leaves randomness to torch's generator.
         replay: How blocks are replayed; None runs them as they are.
         activation_checkpointing: What blocks compute again in backward: "none", "selective" or "full".
+        compile: Blocks are compiled; on the tensor axis their recordings are, which ``replay`` says.
     """
     staged = () if plan.pipeline is None else plan.pipeline.blocks
-    around_calls(module, engine.visit)
-    for name in (*containers(module, plan.stacks), *parents(staged)):
-        around_calls(module.get_submodule(name), engine.visit)
+    for name in ("", *containers(module, plan.stacks), *parents(staged)):
+        around_calls(module.get_submodule(name), as_it_is(module.get_submodule(name), engine.visit))
     blocks = list(dict.fromkeys([*staged, *(block for stack in plan.stacks for block in stack.blocks)]))
     doors = _tensor_doors(module, plan, engine, blocks, replay)
     through = recomputing(activation_checkpointing)
     parts = dict.fromkeys([*blocks, *plan.drawing, *outer_modules(module, plan.stacks)])
+    compiled = () if plan.tensor is not None else compile_blocks(module, blocks, parts, through, wanted=compile)
     for name in parts:
         owned = plan.pipeline is not None and name in plan.pipeline.modules
         visit: Visit = engine.visit_part if owned else engine.visit
-        door = block_handler(doors.get(name), through) if name in blocks else None
+        door = block_handler(doors.get(name), through) if name in blocks and name not in compiled else None
         handler: Handler = visit if door is None else _through(visit, door)
         if streams is not None and name in plan.drawing:
             handler = _drawing(handler, streams, name)

@@ -16,6 +16,7 @@ from lightning_utilities.core import rank_zero
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from lightning_3d.errors import ModuleError
 from tests.parity.models import NextToken
 from tests.parity.tensor_models import PackedGPT
 from tests.spmd.fits import loader
@@ -137,11 +138,12 @@ def test_a_hook_calls_a_compiled_method() -> None:
 
 
 def whole_module(rank: int, world: int) -> str:
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(ModuleError) as caught:
         Ranks(world=world).trainer().fit(torch.compile(decorated(), backend="eager"), loader(tokens(2)))
     return str(caught.value)
 
 
-def test_a_whole_compiled_module_is_refused_by_lightning() -> None:
+def test_a_whole_compiled_module_is_refused_with_a_way_out() -> None:
     for text in run_spmd(whole_module, 2):
-        assert "compiled model is incompatible with the current strategy: `Mesh3DStrategy`" in text
+        assert "Decorated was compiled as a whole" in text
+        assert "Mesh3DStrategy(compile=True)" in text

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from types import FrameType
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.checkpoint import CheckpointFunction, _checkpoint_hook
+from typing_extensions import Self
 
 from lightning_3d.parallel.pipeline.record.hidden import Function
 
@@ -26,12 +27,29 @@ class ContainerFunctions(TorchFunctionMode):
 
     Args:
         watch: Makes the call.
+        compiled: Whether the user has compiled anything. It runs as it is where functions are watched, since Dynamo
+            would not show them.
     """
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Watch, *, compiled: bool = False) -> None:
         super().__init__()
         self._watch = watch
         self._aside = 0
+        self._compiled = compiled
+        self._eager: AbstractContextManager[None] = nullcontext()
+
+    def __enter__(self) -> Self:
+        if self._compiled:
+            self._eager = torch.compiler.set_stance("force_eager")
+        self._eager.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._eager.__exit__(kind, error, trace)
 
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -46,14 +64,14 @@ class ContainerFunctions(TorchFunctionMode):
         # Under a mode of the user's own it cannot be taken away.
         on_top = _get_current_function_mode() is self
         if on_top:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self.__exit__(None, None, None)
         self._aside += 1
         try:
             yield
         finally:
             self._aside -= 1
             if on_top:
-                self.__enter__()  # type: ignore[no-untyped-call]
+                self.__enter__()
 
 
 def reentrant_checkpoint_runs() -> bool:

@@ -29,6 +29,7 @@ class Site:
         names: First names of parameters.
         streams: Random streams; None leaves randomness to torch's generator.
         tensor_group: The tensor axis; None where its degree is 1.
+        compiled: Whether the user has compiled anything of the module.
     """
 
     module: nn.Module
@@ -40,6 +41,7 @@ class Site:
     names: ParameterNames
     streams: RandomStreams | None = None
     tensor_group: ShardGroup | None = None
+    compiled: bool = False
 
     def skip(self, name: str) -> None:
         """Notes a call of a module that another rank makes."""

@@ -86,7 +86,7 @@ class StageRun:
         self.began = not stage.first
         self._outputs: tuple[Tensor, ...] | None = None
         self._is_inside = self._in_hooks = False
-        self._mode = ContainerFunctions(self._function)
+        self._mode = ContainerFunctions(self._function, compiled=site.compiled)
         self._has_shards = site.tensor_group is not None
         self._with_gradients = torch.is_grad_enabled()
         # Checkpoints in which earlier stages' work was passed over.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 
+from lightning_3d.graph.compiling import compiled
 from lightning_3d.parallel.tensor.replay.results import Results
 from lightning_3d.parallel.tensor.replay.writer import Constants, Writer, define, sequence_text, write_function
 from lightning_3d.shards.tensor import ShardTensor
@@ -45,22 +46,19 @@ class Body:
         self.function = self.best = function
         self.problem: str | None = None
 
-    def compile(self, backend: str) -> None:
+    def compile(self, backend: str | None) -> None:
         """Has it compiled in one graph at its next call; if that fails it goes on as it is."""
         hindrance = next((why for call, why in _NOT_COMPILED.items() if f"{call}(" in self.text), None)
         self.problem = self.problem or hindrance
         if self.problem is None and self.best is self.function:
-            # Inductor would draw numbers of its own, so that masks would depend on what was compiled.
-            options: dict[str, Any] | None = {"fallback_random": True} if backend == "inductor" else None
-            compiled = torch.compile(self.function, fullgraph=True, dynamic=False, backend=backend, options=options)
-            self.best = self._guarded(compiled)
+            self.best = self._guarded(compiled(self.function, fullgraph=True, dynamic=False, backend=backend))
 
-    def _guarded(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def _guarded(self, fast: Callable[..., Any]) -> Callable[..., Any]:
         def call(*operands: Tensor) -> Any:
             try:
                 # Around it the user's own compiled parts run as they are.
                 with torch.compiler.set_stance("default"):
-                    return compiled(*operands)
+                    return fast(*operands)
             except TorchDynamoException as failure:
                 self.problem = str(failure).strip().partition("\n")[0]
                 self.best = self.function
