@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from lightning_3d.config.rules import (
     AUTO_COUNT,
     AXIS_ORDER,
@@ -34,6 +36,8 @@ _NOT_AVAILABLE = frozenset(
 )
 
 ONE_STAGE_SCHEDULES = ("gpipe", "1f1b")
+NEW_PROGRAMS, IN_NOTEBOOKS = "popen", "fork"
+START_METHODS = (NEW_PROGRAMS, "spawn", IN_NOTEBOOKS, "forkserver")
 V_SCHEDULES = ("zbvzerobubble", "dualpipev")
 SCHEDULES = (*ONE_STAGE_SCHEDULES, "loopedbfs", "interleaved1f1b", "interleavedzerobubble", *V_SCHEDULES)
 
@@ -65,7 +69,7 @@ class StrategyConfig:
         layout_free_random: Random streams per drawing module, so that dropout does not depend on the layout.
         tensor_random: "derived" streams per shard, or "exact" masks of one device.
         activation_checkpointing: "none", "selective" (attention core) or "full" (each block).
-        compile: Compile each block; on the tensor axis only, where blocks are replayed.
+        compile: Compile each block; on the tensor axis what was recorded of it.
         uneven: At uneven ends of training data: "stop" all data ranks together, or "error".
         on_nonfinite: Non-finite gradients: "none", "skip" or "raise".
         pretrained: Directory of weights that are streamed into the shards.
@@ -75,6 +79,8 @@ class StrategyConfig:
         async_save: Write checkpoints in the background.
         check_replicas: Compare what must be equal on several ranks.
         explain: Print the plan before training.
+        start_method: "popen" starts the program again for each rank; "spawn", "fork" and "forkserver" start processes
+            from this one, as in DDPStrategy; "auto" = "fork" in a notebook, else "popen".
         process_group_backend: Backend of the process group; None = by device.
         timeout_seconds: Longest wait in a collective, in seconds.
     """
@@ -109,8 +115,16 @@ class StrategyConfig:
     async_save: bool = field(default=False, metadata={"rule": FLAG})
     check_replicas: bool = field(default=False, metadata={"rule": FLAG})
     explain: bool = field(default=False, metadata={"rule": FLAG})
+    start_method: str = field(default="auto", metadata={"rule": one_of("auto", *START_METHODS)})
     process_group_backend: str | None = field(default=None, metadata={"rule": or_null(TEXT)})
     timeout_seconds: float = field(default=300, metadata={"rule": SECONDS})
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            value = getattr(self, option.name)
+            # Hydra gives its own kinds of lists and mappings, unless asked to convert them.
+            if OmegaConf.is_config(value):
+                setattr(self, option.name, OmegaConf.to_container(value, resolve=True))
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> StrategyConfig:
@@ -164,8 +178,8 @@ class StrategyConfig:
             found.append(f"data_replicate_size={replicas} needs shards, so zero_stage 1, 2 or 3 instead of 0")
         if self.zero_stage == 0 and self.cpu_offload:
             found.append("cpu_offload=True needs shards, so zero_stage 1, 2 or 3 instead of 0")
-        if self.compile and (self.tensor_parallel_size == 1 or not self.replay):
-            found.append("compile=True compiles replayed blocks: it needs tensor_parallel_size above 1 and replay=True")
+        if self.compile and self.tensor_parallel_size > 1 and not self.replay:
+            found.append("compile=True compiles replayed blocks at tensor_parallel_size above 1: it needs replay=True")
         if self.async_save and not self.save_distributed_checkpoint:
             found.append("async_save=True needs save_distributed_checkpoint=True")
         return found

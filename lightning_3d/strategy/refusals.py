@@ -33,6 +33,22 @@ def refuse_own_training(module: LightningModule) -> None:
         )
 
 
+def refuse_compiled(module: LightningModule) -> None:
+    """Refuses a module that was compiled as a whole: its steps talk to other ranks, and log.
+
+    Args:
+        module: What ``torch.compile(module)`` has made of the user's module.
+
+    Raises:
+        ModuleError: It was compiled.
+    """
+    if module._compiler_ctx is not None:
+        raise ModuleError(
+            f"{class_name(module)} was compiled as a whole, and Mesh3DStrategy works inside of its steps.",
+            fix="give the Trainer the module as it is, and Mesh3DStrategy(compile=True), which compiles its blocks",
+        )
+
+
 def _names(code: CodeType | None) -> frozenset[str]:
     """The names that a function uses, those of functions inside it too."""
     if code is None:

@@ -55,6 +55,7 @@ _ARGUMENTS = (
     ("async_save", False),
     ("check_replicas", False),
     ("explain", False),
+    ("start_method", "auto"),
     ("process_group_backend", None),
     ("timeout_seconds", 300),
 )

@@ -12,6 +12,13 @@ def test_defaults_are_possible() -> None:
     assert StrategyConfig().check() == StrategyConfig()
 
 
+def test_what_hydra_hands_over_becomes_plain() -> None:
+    given = OmegaConf.create({"layers": [2, "${two}"], "plan": {"*.up": "row"}, "two": 2})
+    config = StrategyConfig(layers_per_stage=given.layers, tensor_plan=given.plan, pipeline_parallel_size=2).check()
+    assert (config.layers_per_stage, config.tensor_plan) == ([2, 2], {"*.up": "row"})
+    assert (type(config.layers_per_stage), type(config.tensor_plan)) == (list, dict)
+
+
 def test_omegaconf_knows_the_types() -> None:
     merged = OmegaConf.merge(OmegaConf.structured(StrategyConfig), {"zero_stage": 3, "num_microbatches": 4})
     assert OmegaConf.to_object(merged) == StrategyConfig(zero_stage=3, num_microbatches=4)
@@ -24,6 +31,7 @@ def test_omegaconf_knows_the_types() -> None:
         {"zero_stage": 3, "data_replicate_size": 2, "data_parallel_size": 8},
         {"micro_batch_size": 4, "num_microbatches": 2},
         {"process_group_backend": "gloo", "timeout_seconds": 0.5},
+        {"compile": True, "replay": False, "start_method": "spawn"},
         {"uneven": "error", "rank_order": "tensor,data,pipeline"},
         {"pipeline_parallel_size": 4, "pipeline_schedule": "dualpipev", "layers_per_stage": [3] * 8},
         {"pipeline_parallel_size": 2, "pipeline_stack": ["encoder.layers", "decoder.layers"]},
@@ -56,8 +64,8 @@ def test_possible(values: dict[str, Any]) -> None:
         ({"stages_per_rank": 2}, "stages_per_rank=2 must be 1 with pipeline_schedule=1f1b"),
         ({"pipeline_parallel_size": 2, "layers_per_stage": [4]}, "layers_per_stage has 1 entries, must have 2"),
         ({"pipeline_stack": ["a", ""]}, "must be a module's name, a list of names or null"),
-        ({"compile": True}, "needs tensor_parallel_size above 1"),
-        ({"compile": True, "tensor_parallel_size": 2, "replay": False}, "and replay=True"),
+        ({"compile": True, "tensor_parallel_size": 2, "replay": False}, "needs replay=True"),
+        ({"start_method": "threads"}, "must be one of auto, popen, spawn, fork, forkserver"),
         ({"async_save": True}, "async_save=True is not available in this release"),
     ],
 )
