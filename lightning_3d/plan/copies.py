@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -43,6 +43,8 @@ class ModuleCopies:
         self._world, self._data_group = world, data_group
         self._stages: StagesOnRank | None = None
         self._made: list[tuple[weakref.ref[nn.Module], str]] = []
+        # Identities of the modules that have whole parameters for the duration of a call.
+        self._whole: frozenset[int] = frozenset()
         serve_copying(module, "", self._add)
 
     def cut(self, beside: Beside, stages: StagesOnRank | None) -> None:
@@ -99,36 +101,46 @@ class ModuleCopies:
         self._made.append((weakref.ref(copied), name))
         serve_copying(copied, name, self._add)
         serve_loading(copied)
-        for part in copied.modules():
-            around_calls(part, self._gathering(weakref.ref(part)))
+        for inner, part in copied.named_modules():
+            around_calls(part, self._gathering(weakref.ref(part), ".".join(filter(None, (name, inner)))))
 
     # ---- calls of copies ----
 
-    def _gathering(self, reference: weakref.ref[nn.Module]) -> Handler:
+    def _gathering(self, reference: weakref.ref[nn.Module], name: str) -> Handler:
         def handler(call: Call) -> Any:
             part = reference()
             assert part is not None, "it is called"
-            with self._gathered(part):
+            with self._gathered(part, name):
                 return call()
 
         return handler
 
     @contextmanager
-    def _gathered(self, part: nn.Module) -> Iterator[None]:
-        """Context in which a part of a copy has whole parameters."""
-        places = list(_places_of_parts(part))
-        if places:
-            self._check_callable(part)
-        whole = self._whole(places) if places else {}
-        for owner, name, parameter in places:
-            setattr(owner, name, whole[id(parameter)])
+    def _gathered(self, part: nn.Module, name: str) -> Iterator[None]:
+        """Context in which a part of a copy has whole parameters; inside of a larger part it has them already."""
+        parts = frozenset(id(inner) for inner in part.modules())
+        places = [] if parts <= self._whole else _places(part)
+        # Other ranks of a pipeline have other parts of it.
+        if self._stages is None and not any(is_part(parameter) for _, _, parameter in places):
+            places = []
+        if not places:
+            yield
+            return
+        self._check_callable(part)
+        self._bring(part, name)
+        whole = self._whole_parameters(places)
+        before = self._whole
+        self._whole = before | parts
+        for owner, key, parameter in places:
+            setattr(owner, key, whole[id(parameter)])
         try:
             yield
         finally:
-            for owner, name, parameter in places:
-                setattr(owner, name, parameter)
+            self._whole = before
+            for owner, key, parameter in places:
+                setattr(owner, key, parameter)
 
-    def _whole(self, places: list[_Place]) -> dict[int, nn.Parameter]:
+    def _whole_parameters(self, places: Sequence[_Place]) -> dict[int, Tensor]:
         """Whole parameters by the identity of those that are held."""
         held = {id(parameter): parameter for _, _, parameter in places}
         presence = None if self._stages is None else self._stages.presence
@@ -136,7 +148,7 @@ class ModuleCopies:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             parts = [parameter.detach() for parameter in held.values()]
             found: list[Tensor] = gather_whole(parts, True, {}, presence)
-        made = {}
+        made: dict[int, Tensor] = {}
         for (key, parameter), whole in zip(held.items(), found, strict=True):
             trains = parameter.requires_grad and torch.is_grad_enabled()
             made[key] = nn.Parameter(whole.to(parameter.device), requires_grad=trains)
@@ -149,7 +161,7 @@ class ModuleCopies:
             raise ModuleError(
                 f"a step calls a copy of a {class_name(part)} that was made beside the module or after it was cut; the "
                 "ranks of a pipeline are in different places of a step, and have no part of it together.",
-                fix="make the copy in __init__ as a part of the module: self.average = copy.deepcopy(self.net), or call "
+                fix="make the copy a part of the module in __init__, self.average = copy.deepcopy(self.net), or call "
                 "it in a hook, on every rank",
             )
 
@@ -167,11 +179,13 @@ def _cut_like(copied: nn.Module, original: nn.Module) -> None:
                 setattr(part, key, known[id(whole)])
 
 
-def _places_of_parts(module: nn.Module) -> Iterator[_Place]:
-    for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is not None and is_part(parameter):
-                yield owner, name, parameter
+def _places(module: nn.Module) -> list[_Place]:
+    return [
+        (owner, name, parameter)
+        for owner in module.modules()
+        for name, parameter in owner._parameters.items()
+        if parameter is not None
+    ]
 
 
 def _has_statistics(module: nn.Module) -> bool:
