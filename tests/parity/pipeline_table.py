@@ -116,7 +116,9 @@ def all_pipeline_rows() -> Iterator[PipelineRow]:
 
 def _compiled() -> Iterator[PipelineRow]:
     for schedule in MAIN_SCHEDULES:
-        yield PipelineRow(model="reference GPT, 8 blocks", pipeline=2, schedule=schedule, tensor=2, compile=True)
+        for tensor in (1, 2):
+            yield PipelineRow(model=CUBE[3], pipeline=2, schedule=schedule, tensor=tensor, compile=True)
+    yield PipelineRow(model=CUBE[3], pipeline=2, data=2, zero=3, compile=True)
 
 
 def _with_data(model: str) -> Iterator[PipelineRow]:
