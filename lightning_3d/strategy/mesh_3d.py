@@ -22,6 +22,7 @@ from lightning_3d.errors import ModuleError
 from lightning_3d.initial.record import InitRecorder
 from lightning_3d.initial.replay import InitTape
 from lightning_3d.mesh.spec import MODEL_GROUP
+from lightning_3d.parallel.data.normalisation import normalise_over_ranks
 from lightning_3d.plan import ReplayOptions, unwatch_calls, watch_calls
 from lightning_3d.strategy.evaluation import Evaluator
 from lightning_3d.strategy.explaining import ExplainingStrategy
@@ -174,6 +175,8 @@ class Mesh3DStrategy(ExplainingStrategy):
             activation_checkpointing=self.config.activation_checkpointing,
             compile=self.config.compile,
         )
+        if self._layer_sync is not None and self.data_size > 1:
+            normalise_over_ranks(applied.module, run.data_group)
         applied.doors.open()
         run.callbacks.open(trainer)
         relay = relay_of(applied, run)
