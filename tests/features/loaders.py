@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tests.features.here import CUBE, Here
 from tests.features.modules import Module, Samples, metrics, weights
-from tests.features.seeing import Sees, all_batches, fit, joined, numbers, of_data_ranks
+from tests.features.samplers import BySize
+from tests.features.seeing import Sees, all_batches, dealt, fit, joined, numbers, of_data_ranks
 from tests.features.table import Feature, Seen
 
 # ---- streams ----
@@ -222,16 +223,17 @@ class Writes(BasePredictionWriter):
         self.in_order += [list(indices) for loader in batch_indices for indices in loader]
 
 
-def _predicted(here: Here, loader: Any) -> Seen:
+def _predicted(here: Here, loader: Any, together: Callable[..., list[Any]] = joined) -> Seen:
     L.seed_everything(5, verbose=False)
     writes, module = Writes(), Module()
     trainer = here.trainer(writes)
     returned: Any = trainer.predict(module, loader)
     assert returned is not None
-    every = of_data_ranks(here, writes.of_sample)
+    # Files are written once, by the first rank of each model group.
+    every = of_data_ranks(here, writes.of_sample, first=True)
     return {
-        "returned": joined(here, [part.tolist() for part in returned]),
-        "in order": joined(here, writes.in_order),
+        "returned": together(here, [part.tolist() for part in returned]),
+        "in order": together(here, writes.in_order, first=True),
         "of samples": dict(sorted(item for hand in every for item in hand.items())),
         "nothing": trainer.predict(module, loader, return_predictions=False),
     }
@@ -242,6 +244,9 @@ def predictions(here: Here) -> Seen:
         "even": _predicted(here, here.loader(Samples(24), 8)),
         "with a short batch": _predicted(here, here.loader(Samples(21), 8)),
         "by a sampler": _predicted(here, here.loader(Samples(32), 8, sampler=list(range(30, 2, -2)))),
+        "by a batch sampler": _predicted(
+            here, DataLoader(Samples(20), batch_sampler=BySize(range(18), 4, drop_last=False)), dealt
+        ),
     }
 
 

@@ -49,27 +49,34 @@ class Sees(Callback):
         self._see("validate", batch)
 
 
-def of_data_ranks(here: Here, mine: Any) -> list[Any]:
-    """Returns what each data rank has; on one device it is alone."""
+def of_data_ranks(here: Here, mine: Any, *, first: bool = False) -> list[Any]:
+    """Returns what each data rank has; on one device it is alone.
+
+    Args:
+        here: Where it runs.
+        mine: What this rank has.
+        first: Only the first of each model group has it; else all have the same.
+    """
     every: list[Any] = [mine] * here.mesh.world
     if here.mesh.world > 1:
         dist.all_gather_object(every, mine)
     each = here.mesh.world // here.mesh.data
     for rank, other in enumerate(every):
-        assert other == every[rank - rank % each], f"rank {rank} sees other samples than its model group"
+        expected = every[rank - rank % each]
+        assert first or other == expected, f"rank {rank} has {other}, the first of its model group {expected}"
     return every[::each]
 
 
-def joined(here: Here, batches: Sequence[list[int]]) -> list[list[int]]:
+def joined(here: Here, batches: Sequence[list[int]], **options: bool) -> list[list[int]]:
     """Returns the batches of steps: the parts of all data ranks, one behind the other."""
-    hands = of_data_ranks(here, list(batches))
+    hands = of_data_ranks(here, list(batches), **options)
     longest = max(map(len, hands))
     return [[number for hand in hands if at < len(hand) for number in hand[at]] for at in range(longest)]
 
 
-def dealt(here: Here, batches: Sequence[list[int]]) -> list[list[int]]:
+def dealt(here: Here, batches: Sequence[list[int]], **options: bool) -> list[list[int]]:
     """Returns whole batches in the order in which they were dealt out to the data ranks."""
-    hands = of_data_ranks(here, list(batches))
+    hands = of_data_ranks(here, list(batches), **options)
     return [hand[at] for at in range(max(map(len, hands))) for hand in hands if at < len(hand)]
 
 
