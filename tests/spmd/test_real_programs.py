@@ -149,4 +149,5 @@ def test_a_model_of_hugging_face_with_its_own_batches() -> None:
     (one,) = run_spmd(language_model, 1, 8, num_microbatches=4, timeout=_SECONDS)
     cube = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "num_microbatches": 2, "tensor_random": "exact"}
     for found in run_spmd(language_model, 8, 4, timeout=_SECONDS, **cube):
-        assert_close(found, one, 1e-8)
+        # It computes its loss in fp32.
+        assert_close(found, one, 1e-5)

@@ -32,7 +32,8 @@ def is_cache(value: Any) -> bool:
 
 def is_any_cache(value: Any) -> bool:
     """Returns whether a value is a cache of any kind, one that is made of others too."""
-    return any((cls.__module__, cls.__name__) == (_MODULE, _BASE) for cls in type(value).__mro__)
+    # A slice, which Dynamo can walk through, where a compiled block asks.
+    return any((cls.__module__, cls.__name__) == (_MODULE, _BASE) for cls in type(value).__mro__[:])
 
 
 def fresh_layer(cache: Any, layer: int) -> str | None:
