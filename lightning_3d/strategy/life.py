@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
@@ -101,18 +102,10 @@ def apply_module(
         ConfigError: Blocks are to be compiled, and the machine cannot.
         ModuleError: The module is cut already, or lies on the meta device without a recording.
     """
-    check_untouched(module)
-    check_recorded(module, tape)
-    if config.compile:
-        check_compiler(run.device)
-    if spec.tensor > 1:
-        _tell_compiled(module)
+    _check(module, run.device, spec=spec, config=config, tape=tape)
     beside = kept_beside(getattr(module._trainer, "callbacks", ()), module)
     precision.convert_module(module)
-    # Manual optimization runs backward inside the step, which only an engine of units can follow.
-    inside = not module.automatic_optimization and spec.data > 1
-    plan = make_plan(module, spec, config, casts=precision.shards_cast, backward_inside=inside, step=step)
-    plan = agreed_plan(plan, run.world_group)
+    plan = _planned(module, run, spec=spec, config=config, casts=precision.shards_cast, step=step)
     proof = None
     if plan.tensor is not None and step is not None:
         proof = agreed_proof(module, plan.tensor, step, tape, run.world_group)
@@ -144,6 +137,32 @@ def apply_module(
         presence=presence,
         pipeline_report=None if step is None else _pipeline_report(plan, step.microbatches, module),
     )
+
+
+def _check(
+    module: LightningModule, device: torch.device, *, spec: MeshSpec, config: StrategyConfig, tape: InitTape | None
+) -> None:
+    """Refuses what cannot be made a part, and tells what will be different."""
+    check_untouched(module)
+    check_recorded(module, tape)
+    if config.compile:
+        check_compiler(device)
+    if spec.tensor > 1:
+        _tell_compiled(module)
+
+
+def _planned(
+    module: LightningModule,
+    run: RunOnMesh,
+    *,
+    spec: MeshSpec,
+    config: StrategyConfig,
+    casts: bool,
+    step: FirstStep | None,
+) -> Plan:
+    # Manual optimization runs backward inside the step, which only an engine of units can follow.
+    inside = not module.automatic_optimization and spec.data > 1
+    return agreed_plan(make_plan(module, spec, config, casts=casts, backward_inside=inside, step=step), run.world_group)
 
 
 def _pipeline_report(plan: Plan, microbatches: int, module: LightningModule) -> PipelineReport | None:
