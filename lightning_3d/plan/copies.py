@@ -144,16 +144,16 @@ class ModuleCopies:
         """Whole parameters by the identity of those that are held."""
         held = {id(parameter): parameter for _, _, parameter in places}
         presence = None if self._stages is None else self._stages.presence
-        # A pipeline watches what its containers ask of torch.
+        trains = torch.is_grad_enabled()
+        made: dict[int, Tensor] = {}
+        # A pipeline watches what its containers and hooks ask of torch.
         with torch._C.DisableTorchFunction(), torch.no_grad():
             parts = [parameter.detach() for parameter in held.values()]
-            found: list[Tensor] = gather_whole(parts, True, {}, presence)
-        made: dict[int, Tensor] = {}
-        for (key, parameter), whole in zip(held.items(), found, strict=True):
-            trains = parameter.requires_grad and torch.is_grad_enabled()
-            made[key] = nn.Parameter(whole.to(parameter.device), requires_grad=trains)
-            if trains:
-                made[key].register_hook(_refuse_gradient)
+            for (key, parameter), whole in zip(held.items(), gather_whole(parts, True, {}, presence), strict=True):
+                own = whole.to(parameter.device, copy=not is_part(parameter))
+                made[key] = nn.Parameter(own, requires_grad=trains and parameter.requires_grad)
+                if made[key].requires_grad:
+                    made[key].register_hook(_refuse_gradient)
         return made
 
     def _check_callable(self, part: nn.Module) -> None:

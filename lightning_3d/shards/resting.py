@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from lightning_3d.errors import ModuleError
+from lightning_3d.shards.deep import deep_copy
 from lightning_3d.shards.elementwise import Operation, operation
 from lightning_3d.shards.held import Held, in_order
 from lightning_3d.shards.layout import Layout
@@ -129,6 +130,8 @@ class Resting(DTensor):
         if not self._held.in_order:
             raise self._held.refusal("redistribute")
         return super().redistribute(*args, **kwargs)
+
+    __deepcopy__ = deep_copy
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -214,7 +214,7 @@ class Average(Callback):
         if hasattr(self, "average"):
             inputs = torch.linspace(0, 1, 4 * WIDTH, dtype=torch.float64).view(4, WIDTH)
             with torch.no_grad():
-                module.log("from_average", self.average.module.double()(inputs).sum())
+                module.log("from_average", self.average.module(inputs).sum())
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         self.of(module).load_state_dict(self.average.module.state_dict())

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ def of_one_device(module: nn.Module) -> State:
 
 
 def as_it_lies(module: nn.Module) -> State:
-    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    return copy.deepcopy(dict(module.state_dict()))
 
 
 def as_saved(module: nn.Module) -> State:
