@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning as L
@@ -160,15 +160,14 @@ class Stateful:
         self.at = state["at"]
 
 
-def stateful_loader(here: Here) -> Seen:
-    begun = Sees()
+def _resumed(here: Here, make: Callable[[], Any]) -> Seen:
+    begun, sees = Sees(), Sees()
     # In fp64 from the start: one device loads a checkpoint before it converts the module.
     first = here.trainer(begun, max_steps=2)
-    first.fit(Module().double(), Stateful(here))
+    first.fit(Module().double(), make())
     first.save_checkpoint(here.directory / "saved.ckpt")
-    sees = Sees()
     then = here.trainer(sees, max_steps=9)
-    then.fit(Module().double(), Stateful(here), ckpt_path=str(here.directory / "saved.ckpt"))
+    then.fit(Module().double(), make(), ckpt_path=str(here.directory / "saved.ckpt"))
     return {
         "begun": all_batches(here, begun),
         "batches": all_batches(here, sees),
@@ -177,9 +176,23 @@ def stateful_loader(here: Here) -> Seen:
     }
 
 
+def stateful_loader(here: Here) -> Seen:
+    return _resumed(here, lambda: Stateful(here))
+
+
+def resumed_inside_an_epoch(here: Here) -> Seen:
+    def make() -> Any:
+        # Torch's own is on a mesh where the checkpoint was written, and on one device where it happens to be.
+        generator = torch.Generator().manual_seed(3)
+        return here.loader(Samples(32), 8, shuffle=True, generator=generator)
+
+    return _resumed(here, make)
+
+
 FEATURES: tuple[Feature, ...] = (
     Feature(name="augmentation in workers, persistent_workers", program=workers, options={"check_replicas": True}),
     Feature(name="LightningDataModule, all hooks", program=data_module),
     Feature(name="loaders and transfer hooks of the module", program=hooks_of_module),
     Feature(name="loaders that keep their place", program=stateful_loader),
+    Feature(name="resuming inside an epoch, shuffle=True", program=resumed_inside_an_epoch),
 )
