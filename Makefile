@@ -25,7 +25,7 @@ demo-compare: $(VENV)/.with-base ## the losses of the demo on its mesh and on on
 	$(ONE_THREAD) $(BIN)/python -m tests.parity.demo
 
 test: lint ## everything that CI runs
-	$(ONE_THREAD) $(BIN)/python -m pytest --durations=15
+	$(ONE_THREAD) $(BIN)/python -m pytest --numprocesses=2 --dist=worksteal --durations=40
 
 check: lint ## the fast part of the tests, for each edit
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -m "not (slow or spmd or parity)"

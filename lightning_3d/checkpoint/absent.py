@@ -74,8 +74,9 @@ class AbsentTensor(Tensor):
         return f"AbsentTensor({tuple(self.shape)}, {self.dtype})"
 
 
-# Stands for a tensor of which this rank knows nothing.
-ABSENT = AbsentTensor(torch.empty(0, device=_META))
+def unknown() -> AbsentTensor:
+    """Returns what stands for a tensor of which this rank knows nothing."""
+    return AbsentTensor(torch.empty(0, device=_META))
 
 
 def is_absent(value: object) -> bool:

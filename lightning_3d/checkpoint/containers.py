@@ -25,7 +25,7 @@ from lightning.fabric.utilities.data import AttributeDict
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lightning_3d.errors import CheckpointError
-from lightning_3d.log import get_logger
+from lightning_3d.log import get_logger, process_rank
 
 _log = get_logger(__name__)
 
@@ -244,12 +244,19 @@ def _plain_type(value: type, place: Place, notes: list[Note]) -> Any:
 def _plain_module(value: torch.nn.Module, place: Place, notes: list[Note]) -> None:
     if not place or place[0] not in _HYPER_PARAMETERS:
         raise _refusal(place, value)
-    _log.warning(
-        "%s is a module: its weights are in the state dict, so the checkpoint leaves it out of the hyperparameters; "
-        "save_hyperparameters(ignore=[%r]) says so in the code",
-        ".".join(map(str, place)),
-        place[-1],
-    )
+    _tell_left_out(".".join(map(str, place)), str(place[-1]))
+
+
+@functools.cache
+def _tell_left_out(place: str, name: str) -> None:
+    """Says it at the first checkpoint, not at each one."""
+    if process_rank() == 0:
+        _log.warning(
+            "%s is a module: its weights are in the state dict, so the checkpoint leaves it out of the "
+            "hyperparameters; save_hyperparameters(ignore=[%r]) says so in the code",
+            place,
+            name,
+        )
 
 
 def _plain_partial(value: functools.partial[Any], place: Place, notes: list[Note]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ by an attribute of the instance, which leaves the user's class alone; ``forward`
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -94,11 +95,22 @@ def plain_calls(module: nn.Module) -> None:
         module.__dict__[_FORWARD_HANDLER] = None
 
 
+class _Shadowed(dict[str, Any]):
+    """What shadows hide: copied with its owner, and pickled as nothing, since it holds methods of this process."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Shadowed:
+        memo[id(_NOTHING)] = _NOTHING
+        return _Shadowed((name, copy.deepcopy(value, memo)) for name, value in self.items())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Shadowed, ()
+
+
 def shadow(owner: object, name: str, method: Any) -> Callable[[], None]:
     """Has ``owner.<name>`` be ``method``, or another value; returns what puts back the one before."""
     attributes = owner.__dict__
     before = attributes.get(name, _NOTHING)
-    shadowed = attributes.setdefault(_SHADOWED, {}) if isinstance(owner, nn.Module) else {}
+    shadowed = attributes.setdefault(_SHADOWED, _Shadowed()) if isinstance(owner, nn.Module) else {}
     is_first = name not in shadowed
     shadowed.setdefault(name, before)
     attributes[name] = method

@@ -96,8 +96,6 @@ class MeshEngine:
         """Called when the gradients of an optimizer step have met, before anything reads them."""
         self.gradients_arrived()
         self._data.gradients_complete()
-        if self.replays is not None:
-            self.replays.refresh()
 
     def reports(self) -> tuple[BlockReport, ...]:
         """Returns what became of each block that may be replayed."""

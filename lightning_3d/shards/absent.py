@@ -13,10 +13,10 @@ from types import FrameType
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import grads
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.nn import init
+from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils import _pytree as pytree
 from typing_extensions import Self, override
 
@@ -74,10 +74,14 @@ class Elsewhere:
 
 
 class Arrivals:
-    """Whether gradients have come from a step; those of absent parameters are there as long as this rank's own."""
+    """Whether gradients have come from a step; those of absent parameters are there as long as this rank's own.
+
+    Attributes:
+        number: How often some have come.
+    """
 
     def __init__(self) -> None:
-        self._number = 0
+        self.number = 0
         self._here = False
         self._own: Sequence[Tensor] = ()
 
@@ -87,7 +91,7 @@ class Arrivals:
         Args:
             own: The parameters that train on this rank.
         """
-        self._number += 1
+        self.number += 1
         self._here, self._own = True, own
 
     def clear(self) -> None:
@@ -95,11 +99,9 @@ class Arrivals:
         self._here = False
 
     @property
-    def present(self) -> int | None:
-        """The number of the arrival whose gradients are there; None if there are none."""
-        if not self._here or (self._own and all(parameter.grad is None for parameter in self._own)):
-            return None
-        return self._number
+    def present(self) -> bool:
+        """Whether gradients are there."""
+        return self._here and not (self._own and all(parameter.grad is None for parameter in self._own))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # Copies of parameters have no gradients.
@@ -165,6 +167,10 @@ class Absent(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        if has_torch_function_unary(self):
+            own: Any = vars(Absent)["data"]
+            handle_torch_function(own.__set__, (self,), self, value)
+            return
         if value.shape != self.shape or value.dtype != self.dtype:
             raise ModuleError(
                 f"the data of '{self._elsewhere.name}' were set to a {value.dtype} tensor of shape "
@@ -175,35 +181,46 @@ class Absent(Tensor):
     @property
     def grad(self) -> Absent | None:
         """The gradient, absent too, while this rank's own parameters have theirs."""
-        if self._arrivals is None or not self.requires_grad:
-            return None
-        present = self._arrivals.present
-        if present is None or present == self._dropped:
-            return None
-        if self._gradient is None or self._gradient[0] != present:
-            self._gradient = present, Absent(self, self._elsewhere, self.device)
-        return self._gradient[1]
+        if has_torch_function_unary(self):
+            found: Absent | None = handle_torch_function(Absent.grad.__get__, (self,), self)
+            return found
+        present = self._arrivals is not None and self.requires_grad and self._arrivals.present
+        return self.gradient() if present else None
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        self._dropped = None if value is not None or self._arrivals is None else self._arrivals.present
+        if has_torch_function_unary(self):
+            own: Any = vars(Absent)["grad"]
+            handle_torch_function(own.__set__, (self,), self, value)
+            return
+        self._dropped = None if value is not None or self._arrivals is None else self._arrivals.number
+
+    def gradient(self) -> Absent | None:
+        """Returns the gradient of a parameter whose holder has one; None if it was set to None here."""
+        assert self._arrivals is not None, "it is a parameter"
+        number = self._arrivals.number
+        if number == self._dropped:
+            return None
+        if self._gradient is None or self._gradient[0] != number:
+            self._gradient = number, Absent(self, self._elsewhere, self.device)
+        return self._gradient[1]
 
     def tolist(self) -> Any:
         """Needs values."""
+        if has_torch_function_unary(self):
+            return handle_torch_function(Absent.tolist, (self,), self)
         raise self._elsewhere.refusal("tolist")
 
     def numpy(self, *, force: bool = False) -> Any:
         """Needs values."""
+        if has_torch_function_unary(self):
+            return handle_torch_function(Absent.numpy, (self,), self, force=force)
         raise self._elsewhere.refusal("numpy")
 
-    @override
-    def norm(self, *args: Any, **kwargs: Any) -> Any:
-        """Torch's own, but in Lightning's ``grad_norm``, which would read it where nobody can tell why it fails."""
-        if sys._getframe(1).f_globals is vars(grads):
-            raise self._elsewhere.refusal("grad_norm")
-        return super().norm(*args, **kwargs)
-
     def __format__(self, spec: str) -> str:
+        if has_torch_function_unary(self):
+            text: str = handle_torch_function(Absent.__format__, (self,), self, spec)
+            return text
         if spec:
             raise self._elsewhere.refusal("to read a number")
         return repr(self)

@@ -9,6 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+_NOT_IN_PLACE = frozenset({"__init__", "__int__", "__index__", "__iter__", "__invert__"})
 _Rest = ParamSpec("_Rest")
 _Result = TypeVar("_Result")
 
@@ -40,5 +41,5 @@ def applied(function: Any, *args: Any) -> Any:
 def writes_to_first(function: Any) -> bool:
     """Returns whether a function of torch changes its first argument."""
     name = getattr(function, "__name__", "")
-    in_place = name.startswith("__i") and name != "__invert__"
+    in_place = name.startswith("__i") and name not in _NOT_IN_PLACE
     return name == "__setitem__" or in_place or (name.endswith("_") and not name.endswith("__"))

@@ -7,20 +7,21 @@ to copies where a part of a cut tensor is asked for, and does nothing when ``.da
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from lightning_3d.errors import ModuleError
-from lightning_3d.shards.deep import deep_copy
 from lightning_3d.shards.elementwise import Operation, operation
-from lightning_3d.shards.held import Held, in_order
+from lightning_3d.shards.held import Held
+from lightning_3d.shards.held_tensor import HeldTensor, bare
 from lightning_3d.shards.layout import Layout
 from lightning_3d.shards.writes import Writes, count_writes, tensors_in
 
@@ -45,7 +46,7 @@ def let_rest(module: nn.Module, layouts: Mapping[str, Layout], axis_name: str) -
             _adopt(parameter, Held.of(name, parameter, layouts.get(name), axis_name))
 
 
-class Resting(DTensor):
+class Resting(HeldTensor):
     """A parameter between steps, its gradient, or what is computed from them element by element.
 
     What acts on each element alone runs on the local parts, if all of them hold the same elements; whole tensors, equal
@@ -54,8 +55,6 @@ class Resting(DTensor):
     """
 
     __slots__ = ()
-    _held: Held
-    _writes: Writes
 
     @classmethod
     @override
@@ -116,45 +115,6 @@ class Resting(DTensor):
         values[index] = value
         self.copy_(torch.where(chosen, values, self))
 
-    @override
-    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """Returns the whole tensor in its original order. All ranks of the mesh call it together."""
-        layout, axis = self._held.layout, self._held.axis
-        if layout is None or axis is None or self._held.in_order:
-            return super().full_tensor(grad_placements=grad_placements)
-        return in_order(self, layout, axis)
-
-    @override
-    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
-        """DTensor's own, for those whose order it knows."""
-        if not self._held.in_order:
-            raise self._held.refusal("redistribute")
-        return super().redistribute(*args, **kwargs)
-
-    __deepcopy__ = deep_copy
-
-    @override
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        self._check_saving()
-        # Files are read where this class is not known.
-        return _bare(self).__reduce_ex__(protocol)
-
-    @override
-    def __create_write_items__(self, *args: Any) -> Any:
-        self._check_saving()
-        return super().__create_write_items__(*args)
-
-    @override
-    def __create_chunk_list__(self) -> Any:
-        self._check_saving()
-        return super().__create_chunk_list__()  # type: ignore[no-untyped-call]
-
-    def _check_saving(self) -> None:
-        """Refuses to be written in the order of the ranks, or read in it."""
-        if not self._held.in_order:
-            act, whole = "saving as it lies", f"trainer.strategy.full_tensor({self._held.name!r}, tensor)"
-            raise self._held.refusal(act, fix=f"trainer.save_checkpoint(path), or {whole} on every rank, to save that")
-
 
 class _Window(DTensor):
     """A view of a parameter that torch has made: a window on its memory, or a copy of what other ranks hold."""
@@ -175,6 +135,22 @@ class _Window(DTensor):
             raise target._of._held.refusal(f"{act.name}, which would write to a copy of a part")
         result = _by_torch(func, act, args, kwargs or {})
         count_writes(act.targets(args, kwargs or {}))
+        return result
+
+
+class _Computed(DTensor):
+    """What torch has computed from parameters and holds in parts."""
+
+    __slots__ = ()
+    _of: Resting
+
+    @classmethod
+    @override
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = _by_torch(func, operation(func), args, kwargs or {})
+        count_writes(operation(func).targets(args, kwargs or {}))
         return result
 
 
@@ -211,9 +187,9 @@ def _bare(value: Any) -> Any:
     """Returns what torch's own operations take for a tensor or for a list of tensors, without history."""
     if isinstance(value, list | tuple):
         return [_bare(each) for each in value]
-    if not isinstance(value, Resting | _Window):
+    if not isinstance(value, Resting | _Window | _Computed):
         return value
-    return DTensor.__new__(DTensor, value._local_tensor, value._spec, requires_grad=value.requires_grad)
+    return bare(value)
 
 
 def _run(func: OpOverload, act: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -367,11 +343,12 @@ def _by_torch(func: OpOverload, act: Operation, args: Sequence[Any], kwargs: Map
     except RuntimeError as error:
         if not any(word in str(error) for word in _WORDS):
             raise
-        of = resting[0] if resting else next(tensor._of for tensor in tensors if isinstance(tensor, _Window))
-        raise of._held.refusal(act.name, str(error).splitlines()[0]) from error
+        raise _source(tensors)._held.refusal(act.name, str(error).splitlines()[0]) from error
     if act.writes and isinstance(args[0], Tensor):
         return args[0]
-    return _windows(args[0], result) if act.kind == "views" else result
+    if act.kind == "views":
+        return _windows(args[0], result)
+    return pytree.tree_map_only(DTensor, partial(_computed, _source(tensors)), result)
 
 
 def _equal(func: OpOverload, one: Any, other: Any) -> bool:
@@ -382,6 +359,23 @@ def _equal(func: OpOverload, one: Any, other: Any) -> bool:
     if isinstance(one, Resting) and isinstance(other, Resting) and one._held == other._held:
         return bool(func(_bare(one), _bare(other)))
     return torch.equal(*(value.full_tensor() if isinstance(value, DTensor) else value for value in (one, other)))
+
+
+def _source(tensors: Sequence[Tensor]) -> Resting:
+    """Returns a parameter that some tensors come from."""
+    found = (tensor if isinstance(tensor, Resting) else getattr(tensor, "_of", None) for tensor in tensors)
+    return next(each for each in found if each is not None)
+
+
+def _computed(of: Resting, result: DTensor) -> Tensor:
+    """Returns a result of torch's: a number whole, since reading a part of it would be another one on each rank."""
+    if not result.dim():
+        return result.full_tensor()
+    if type(result) is DTensor:
+        made: Any = result
+        made._of = of
+        made.__class__ = _Computed
+    return result
 
 
 def _windows(seen: Any, result: Any) -> Any:

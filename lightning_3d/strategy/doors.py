@@ -15,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_3d.graph.calls import shadow
 from lightning_3d.shards.absent import check_readable
+from lightning_3d.shards.hook_values import HookValues, as_everywhere
+from lightning_3d.strategy.hooks import open_hooks
 from lightning_3d.strategy.optimizers import AbsentParameters
 
 _TOGGLES = ("toggle_optimizer", "untoggle_optimizer")
@@ -30,11 +32,13 @@ class ModuleDoors:
 
     Args:
         module: The user's module, its parameters this rank's part of them.
+        values: Brings values to hooks; None without a pipeline.
     """
 
-    def __init__(self, module: LightningModule) -> None:
+    def __init__(self, module: LightningModule, values: HookValues | None = None) -> None:
         self.absent = AbsentParameters(module)
         self._module = module
+        self._values = values
         self._opened: list[Callable[[], None]] = []
         self._resting: list[tuple[nn.Module, str, nn.Parameter]] = []
 
@@ -48,6 +52,8 @@ class ModuleDoors:
             for name, parameter in part._parameters.items()
             if parameter is not None
         ]
+        if self._values is not None:
+            self._opened += open_hooks(self._module, self._values)
         # Bound to the module, so that a copy of it has doors of its own.
         self._opened.append(shadow(self._module, "log", MethodType(_log_whole, self._module)))
         self._opened += [shadow(self._module, name, self._followed(name)) for name in _TOGGLES]
@@ -59,6 +65,7 @@ class ModuleDoors:
     def close(self) -> None:
         """The methods are the class's own again."""
         while self._opened:
+            # The last first, since doors may stand in doors.
             self._opened.pop()()
 
     def _followed(self, name: str) -> Callable[[Any], None]:
@@ -85,6 +92,7 @@ class ModuleDoors:
 
 def _log_whole(self: LightningModule, name: str, value: Any, *args: Any, **options: Any) -> None:
     """Logs a value that is computed from parts as one number: a part's would differ from rank to rank."""
+    value = as_everywhere(value, "log")
     check_readable(value, f"log({name!r}, ...)")
     whole = value.full_tensor() if isinstance(value, DTensor) else value
     type(self).log(self, name, whole, *args, **options)

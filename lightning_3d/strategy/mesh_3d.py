@@ -89,8 +89,6 @@ class Mesh3DStrategy(ExplainingStrategy):
         ConfigError: An option has an impossible value; all of them are listed.
     """
 
-    strategy_name = "mesh_3d"
-
     def __init__(
         self,
         *,
@@ -387,13 +385,3 @@ class Mesh3DStrategy(ExplainingStrategy):
             trainer,
             lambda batch, at: self._evaluation.repeat(batch, at, self.batch_to_device),
         )
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers "mesh_3d" and "mesh_3d_zero0" to "mesh_3d_zero3" with Lightning's registry."""
-        name = cls.strategy_name
-        strategy_registry.register(name, cls, description="data x pipeline x tensor mesh")
-        for stage in range(4):
-            description = f"data x pipeline x tensor mesh, ZeRO stage {stage}"
-            strategy_registry.register(f"{name}_zero{stage}", cls, description=description, zero_stage=stage)

@@ -5,26 +5,33 @@ from __future__ import annotations
 import atexit
 import os
 import time
+from abc import abstractmethod
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _destroy_dist_connection, _init_dist_connection
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from lightning_3d.config.schema import StrategyConfig
+from lightning_3d.config.schema import NEW_PROGRAMS, StrategyConfig
 from lightning_3d.errors import MeshError
-from lightning_3d.mesh.spec import MeshSpec
+from lightning_3d.mesh.spec import MODEL_GROUP, MeshSpec
 from lightning_3d.precision import Mesh3DPrecision
-from lightning_3d.strategy.launcher import Mesh3DLauncher
+from lightning_3d.strategy.callbacks import refuse_callbacks
+from lightning_3d.strategy.launcher import Mesh3DLauncher, check_started, end_earlier_job
+from lightning_3d.strategy.refusals import refuse_compiled
 from lightning_3d.strategy.replicas import share_generators
 from lightning_3d.strategy.run import RunOnMesh
+from lightning_3d.strategy.spawning import Mesh3DProcessLauncher, start_method
 
 # Far longer than gloo's threads need, far shorter than a person notices.
 _SECONDS_FOR_LAST_FREES = 0.1
@@ -37,12 +44,25 @@ class MeshStrategy(ParallelStrategy):
         config: The checked options.
     """
 
+    strategy_name = "mesh_3d"
+    _connected: LightningModule | None = None
+
     def __init__(self, config: StrategyConfig) -> None:
         self.config = config
         self.num_nodes = 1
         self._spec: MeshSpec | None = None
         self._run: RunOnMesh | None = None
         super().__init__()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers "mesh_3d" and "mesh_3d_zero0" to "mesh_3d_zero3" with Lightning's registry."""
+        name = cls.strategy_name
+        strategy_registry.register(name, cls, description="data x pipeline x tensor mesh")
+        for stage in range(4):
+            description = f"data x pipeline x tensor mesh, ZeRO stage {stage}"
+            strategy_registry.register(f"{name}_zero{stage}", cls, description=description, zero_stage=stage)
 
     # ---- what the mesh is ----
 
@@ -110,6 +130,17 @@ class MeshStrategy(ParallelStrategy):
         chosen = self.config.process_group_backend or default.get(self.root_device.type)
         return chosen or dist.get_default_backend_for_device(self.root_device)
 
+    @property
+    def _lightning_module(self) -> LightningModule | None:
+        return self._connected
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: LightningModule | None) -> None:
+        # The first that a strategy sees of a run; Lightning itself would refuse it next, without a way out.
+        if module is not None:
+            refuse_compiled(module)
+        self._connected = module
+
     # ---- processes ----
 
     @property
@@ -131,11 +162,24 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        end_earlier_job()
+        check_started(self.cluster_environment, self.num_processes, self.num_nodes)
         # Impossible degrees must be an error before the first child process starts.
         assert self.mesh_spec.world == self.num_nodes * self.num_processes
-        assert self.cluster_environment is not None
         if not self.cluster_environment.creates_processes_externally:
-            self._launcher = Mesh3DLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = self._own_launcher(self.cluster_environment)
+
+    @abstractmethod
+    def full_state_dict(self) -> dict[str, Any]:
+        """Returns the module's whole state on the CPU, on every rank. Every rank must call it."""
+
+    def _own_launcher(self, environment: ClusterEnvironment) -> _Launcher:
+        """What starts the processes where nothing outside does."""
+        method = start_method(self.config.start_method)
+        if method == NEW_PROGRAMS:
+            return Mesh3DLauncher(environment, self.num_processes, self.num_nodes)
+        return Mesh3DProcessLauncher(self, method, self.full_state_dict)
 
     def set_world_ranks(self) -> None:
         """Tells Lightning and the environment which rank this process is."""
@@ -166,6 +210,9 @@ class MeshStrategy(ParallelStrategy):
         self._precision.join_mesh(self.root_device.type, self._run.shared_group, self._run.clipper)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._run.mesh
+        if self.world_size > 1:
+            replicated = self.mesh_spec.size(MODEL_GROUP) == 1 and self.config.zero_stage == 0
+            refuse_callbacks(self.lightning_module.trainer, cut=not replicated)
 
     @property
     def _on_mesh(self) -> RunOnMesh:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from traceback import walk_tb
@@ -42,14 +43,13 @@ def train(cfg: DictConfig) -> float | None:
     run: RunConfig = typed(cfg, RunConfig)
     # Interpolations know Hydra's job, which other processes such as data workers do not have.
     OmegaConf.resolve(cfg)
-    with single_job() as launchers:
+    _write_by_hydra_alone()
+    with single_job():
         if run.seed is not None:
             seed_everything(run.seed, workers=True)
         data: LightningDataModule = instantiate(cfg.data)
         model: LightningModule = instantiate(cfg.model)
         trainer = _trainer(cfg)
-        if isinstance(launcher := trainer.strategy.launcher, Mesh3DLauncher):
-            launchers.append(launcher)
         for logger in trainer.loggers:
             logger.log_hyperparams(OmegaConf.to_container(cfg))  # type: ignore[arg-type]  # resolved: a plain dict
         metrics: dict[str, torch.Tensor] = {}
@@ -67,6 +67,16 @@ def train(cfg: DictConfig) -> float | None:
         if trainer.is_global_zero:
             _report(metrics, saved)
     return None if run.optimized_metric is None else _chosen(metrics, run.optimized_metric)
+
+
+def _write_by_hydra_alone() -> None:
+    """Has Hydra's handlers write what Lightning says, in every job of a sweep, and not Lightning's own as well."""
+    if not logging.getLogger().handlers:
+        return
+    for name in ("lightning", "lightning.fabric", "lightning.pytorch"):
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A named subset of the table: every feature on one mesh in turn, and some always on all axes at once."""
+"""A named subset of the table: features on one mesh in turn, and some always on all axes at once."""
 
 from __future__ import annotations
 

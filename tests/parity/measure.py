@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_3d import Mesh3DPrecision, Mesh3DStrategy
-from lightning_3d.errors import CheckpointError
 from tests.parity.catalog import build, global_batches
 from tests.parity.pipeline_table import PipelineRow
 from tests.parity.table import BATCHES, SAMPLES_PER_RANK, Reference, Row
 from tests.parity.tensor_table import TensorRow
+from tests.parity.widened import widened
 
 Run = Row | TensorRow | PipelineRow | Reference
 
@@ -80,20 +80,10 @@ def whole(tensors: dict[str, Any], trainer: Trainer | None = None) -> dict[str, 
     """
     strategy = None if trainer is None else trainer.strategy
     if isinstance(strategy, Mesh3DStrategy):
-        full = {name: _found(strategy, name, tensor) for name, tensor in tensors.items()}
+        full = strategy.full_tensors(tensors)
     else:
-        full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
-    return {name: tensor.detach().double().clone() for name, tensor in full.items() if tensor is not None}
-
-
-def _found(strategy: Mesh3DStrategy, name: str, tensor: Tensor | None) -> Tensor | None:
-    """The whole of a tensor; None if no rank has any, as of a gradient that nothing brings."""
-    if tensor is None and strategy.config.pipeline_parallel_size == 1:
-        return None
-    try:
-        return strategy.full_tensor(name, tensor)
-    except CheckpointError:
-        return None
+        full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items() if t is not None}
+    return {name: tensor.detach().double().clone() for name, tensor in full.items()}
 
 
 def train(rank: int, world: int, run: Run) -> Record | None:
@@ -105,7 +95,8 @@ def train(rank: int, world: int, run: Run) -> Record | None:
     mine = [tuple(tensor[at * share : (at + 1) * share] for tensor in batch) for batch in batches]
     L.seed_everything(5, verbose=False)
     recorder = Recorder()
-    trainer = fit(build(run.model), mine, recorder, world=world, run=run)
+    with widened(run.model, run.precision):
+        trainer = fit(build(run.model), mine, recorder, world=world, run=run)
     record = recorder.record
     record.logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return record if rank == 0 else None

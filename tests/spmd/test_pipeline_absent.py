@@ -16,7 +16,7 @@ from lightning_3d import ModuleError
 from tests.spmd.pipeline_watched import TWO, samples
 from tests.spmd.pool import run_spmd
 from tests.spmd.tensor_runs import Ranks, seen_alike
-from tests.spmd.toys import Plain
+from tests.spmd.toys import WIDTH, Plain
 
 pytestmark = [pytest.mark.spmd, pytest.mark.timeout(240)]
 
@@ -176,22 +176,102 @@ def look(module: Acting) -> None:
     module.draws.append(sum(float(parameter.max()) for parameter in module.parameters()))
 
 
-REFUSED = (clip_all, log_norms, log_total, add_numbers, skip_if_infinite, mix, look)
+def compare(module: Acting) -> None:
+    blocks: Any = module.model.blocks
+    module.draws += [float(torch.equal(*(block.linear.weight for block in (blocks[0], other)))) for other in blocks]
+    blocks[3].linear.bias.copy_(blocks[0].linear.bias)
+    torch._foreach_add_(
+        [blocks[0].linear.bias, blocks[3].linear.bias], [blocks[3].linear.bias.clone(), blocks[0].linear.bias.clone()]
+    )
+    module.draws.append(float(torch.cat([each.flatten() for each in module.parameters()]).std()))
 
 
-def refused(rank: int, world: int, act: Callable[[Acting], None]) -> str:
+def drop(module: Acting) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None and parameter.grad.norm() < 0.1 and "bias" in name:
+            parameter.grad = None
+    module.draws.append(sum(parameter.grad is None for parameter in module.parameters()))
+
+
+def call(module: Acting) -> None:
+    # Inside, the ranks do different things.
+    inputs = torch.ones(2, WIDTH, dtype=torch.float64)
+    module.draws.append(float(module.model(inputs).sum() + module.model.blocks[3].linear.weight.norm()))
+
+
+READING = (clip_all, log_norms, log_total, add_numbers, skip_if_infinite, mix, look, compare, drop, call)
+
+
+def read(ranks: Ranks) -> Any:
+    seen = []
+    for act in READING:
+        torch.manual_seed(3)
+        module = Acting(act, "on_before_optimizer_step", orthogonal=False)
+        record = ranks.fit(module, samples(12), use_distributed_sampler=False)
+        strategy: Any = module.trainer.strategy
+        whole = {name: strategy.full_tensor(name, value) for name, value in module.named_parameters()}
+        seen.append((act.__name__, module.draws, record, whole, metrics(module)))
+    return seen
+
+
+def metrics(module: Plain) -> dict[str, float]:
+    """Returns what was logged."""
+    return {name: float(value) for name, value in module.trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_numbers_come_from_the_ranks_that_have_them(zero: int) -> None:
+    seen_alike(read, 4 if zero else 2, timeout=200, zero_stage=zero, **TWO)
+
+
+class Outside(Plain):
+    """Reads where no hook of Lightning's is: nobody else may be there."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer: Any = super().configure_optimizers()
+        optimizer.register_step_pre_hook(lambda *_: sum(float(each.norm()) for each in self.parameters()))
+        return optimizer
+
+
+class Writes(Plain):
+    """Makes an array of a whole parameter, as loggers do on one rank alone."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.detach().numpy()
+
+
+def refused(rank: int, world: int, kind: type[Plain]) -> str:
     ranks = Ranks(world=world, strategy=TWO)
     with pytest.raises(ModuleError) as error:
-        ranks.fit(Acting(act, "on_before_optimizer_step", orthogonal=False), samples(4))
+        ranks.fit(kind(), samples(4))
     return str(error.value)
 
 
-@pytest.mark.parametrize("act", REFUSED, ids=lambda each: each.__name__)
-def test_what_needs_values_is_refused_on_every_rank(act: Callable[[Acting], None]) -> None:
-    for rank, message in enumerate(run_spmd(refused, 2, act, timeout=60)):
+@pytest.mark.parametrize("kind", [Outside, Writes], ids=lambda each: each.__name__)
+def test_what_needs_values_elsewhere_is_refused_on_every_rank(kind: type[Plain]) -> None:
+    for rank, message in enumerate(run_spmd(refused, 2, kind, timeout=60)):
         assert f"it lies on pipeline rank {1 - rank}, and this is rank {rank}" in message
-        assert "self.clip_gradients(" in message
         assert "strategy.full_tensor(" in message
+
+
+class Strays(Plain):
+    """Reads on one rank only."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        parameters = list(self.parameters())
+        place = 0 if self.trainer.is_global_zero else -1
+        float(parameters[place].norm())
+
+
+def strays(rank: int, world: int) -> str:
+    with pytest.raises(ModuleError) as error:
+        Ranks(world=world, strategy=TWO).fit(Strays(), samples(4))
+    return str(error.value)
+
+
+def test_ranks_at_different_places_of_a_hook_are_told() -> None:
+    assert all("at different places of a hook" in message for message in run_spmd(strays, 2, timeout=60))
 
 
 def clipped(ranks: Ranks) -> Any:

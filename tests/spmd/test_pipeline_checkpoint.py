@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from lightning_3d.checkpoint.absent import ABSENT, AbsentTensor
+from lightning_3d.checkpoint.absent import AbsentTensor, unknown
 from lightning_3d.checkpoint.gathering import full_state_dict, gather_whole, with_other_state
 from lightning_3d.checkpoint.restore import (
     load_module,
@@ -167,7 +167,7 @@ def becomes_whole(rank: int, world: int, spec: MeshSpec) -> None:
     torch.testing.assert_close(everywhere, moments, rtol=1e-12, atol=1e-12)
     # A parameter by itself, as it lies here or not at all.
     own = dict(run.module.named_parameters())["norm.weight"]
-    one = gather_whole({"norm.weight": ABSENT if own.is_meta else own}, True, {}, run.presence)
+    one = gather_whole({"norm.weight": unknown() if own.is_meta else own}, True, {}, run.presence)
     assert torch.equal(one["norm.weight"], full_norm(run))
 
 

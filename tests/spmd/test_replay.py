@@ -60,7 +60,6 @@ def train(rank: int, sizes: dict[str, int], zero: int, reentrant: bool | None, r
         state.complete_partial_gradients()
         optimizer.step()
         optimizer.zero_grad()
-        replays.refresh()
     engine.rest()
     parameters = [getattr(parameter, "_local_tensor", parameter).detach() for parameter in net.parameters()]
     return [*losses, *parameters], len(net.runs), [str(report) for report in replays.reports()]

@@ -1,4 +1,4 @@
-"""The command line in real processes: launched by itself, by torchrun, by a user's program, and in sweeps."""
+"""The command line in real processes: launched by itself and by torchrun, once and in sweeps."""
 
 import shutil
 import socket
@@ -12,14 +12,24 @@ from tests.spmd.programs import Finished, records, run_python
 pytestmark = [pytest.mark.spmd, pytest.mark.slow, pytest.mark.timeout(240)]
 
 _TRAIN = ("-m", "lightning_3d", "train", "--config-dir", "conf")
-_TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 _NODE = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1")
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A user's directory: text, a recipe, a callback of their own, programs."""
-    directory = tmp_path / "a user's project"
+    return _project(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
+    """A project in which two processes have trained into ``logs/one``, and what they said."""
+    directory = _project(tmp_path_factory.mktemp("trained"))
+    return directory, run_python(directory, *_TRAIN, "recipe=tiny", "hydra.run.dir=logs/one")
+
+
+def _project(parent: Path) -> Path:
+    """Returns a user's directory: text, a recipe, a callback of their own, a program."""
+    directory = parent / "a user's project"
     shutil.copytree(Path(__file__).parent / "project", directory, ignore=shutil.ignore_patterns("__pycache__"))
     (directory / "texts").mkdir()
     (directory / "texts" / "a.txt").write_text("to be or not to be, that is the question. " * 400)
@@ -44,86 +54,65 @@ _WRITTEN_ONCE = {
 }
 
 
-def test_two_processes_train_test_and_resume(project: Path) -> None:
-    first = run_python(project, *_TRAIN, "recipe=tiny", "hydra.run.dir=logs/one")
-    assert first.code == 0, first.output
+def test_two_processes_train_and_test(trained: tuple[Path, Finished]) -> None:
+    project, finished = trained
+    assert finished.code == 0, finished.output
     ranks = records(project / "logs/one")
     assert [(rank["world"], rank["directory"], rank["step"]) for rank in ranks] == [(2, str(project), 4)] * 2
     assert ranks[0]["loss"] == ranks[1]["loss"]
     assert _only(project / "logs").name == "one"
     assert _files(project / "logs/one") == {*_WRITTEN_ONCE, "rank0.json", "rank1.json"}
     for words in ("tokens/s", "test_loss", f"last checkpoint {project}/logs/one/checkpoints/last.ckpt"):
-        assert first.output.count(words) == 1, first.output
-
-    resume = ["ckpt_path=logs/one/checkpoints/last.ckpt", "trainer.max_steps=6", "hydra.run.dir=logs/two"]
-    second = run_python(project, *_TRAIN, "recipe=tiny", *resume)
-    assert second.code == 0, second.output
-    assert [rank["step"] for rank in records(project / "logs/two")] == [6, 6]
+        assert finished.output.count(words) == 1, finished.output
 
 
-def test_a_tensor_parallel_run_explains_itself_once(project: Path) -> None:
-    run = ("recipe=tiny", "strategy=tensor", "explain=true", "hydra.run.dir=logs/one")
-    plan = "+strategy.tensor_plan={*.up:replicate}"
-    for overrides, told in (
-        ((), "257 rows are not a multiple of 2"),
-        ((plan,), "[plan] tensor_plan['*.up']='replicate'"),
-    ):
-        finished = run_python(project, *_TRAIN, *run, *overrides)
-        assert finished.code == 0, finished.output
-        ranks = records(project / "logs/one")
+def test_nodes_resume_in_a_sweep_from_working_directories_of_their_own(
+    trained: tuple[Path, Finished], tmp_path: Path
+) -> None:
+    nodes = [shutil.copytree(trained[0], tmp_path / name) for name in ("one node", "another node")]
+    shutil.rmtree(nodes[1] / "logs")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launch = (*_NODE, "--master-port", str(port))
+    world = ("trainer.devices=auto", "trainer.num_nodes=2", "strategy.zero_stage=1,3")
+    run = ("-m", "recipe=tiny", "ckpt_path=logs/one/checkpoints/last.ckpt", "trainer.max_steps=6", *world)
+    with ThreadPoolExecutor(2) as both:
+        started = [
+            both.submit(run_python, node, *launch, "--node-rank", str(rank), *_TRAIN, *run)
+            for rank, node in enumerate(nodes)
+        ]
+        finished = [node.result() for node in started]
+    assert [node.code for node in finished] == [0, 0], "\n".join(node.output for node in finished)
+    jobs = _only(nodes[0] / "logs/tiny/multiruns")
+    for number, stage in enumerate((1, 3)):
+        ranks = records(jobs / str(number))
+        assert [(rank["world"], rank["step"], rank["zero_stage"]) for rank in ranks] == [(2, 6, stage)] * 2
+        assert [rank["directory"] for rank in ranks] == [str(node) for node in nodes]
         assert ranks[0]["loss"] == ranks[1]["loss"]
-        assert finished.output.count("tensor axis  2 ranks") == 1, finished.output
-        assert told in finished.output, finished.output
+        assert _files(jobs / str(number)) == {*_WRITTEN_ONCE, "rank0.json", "rank1.json"}
+    assert not (nodes[1] / "logs").exists()
 
 
-def test_a_users_program_sweeps_with_two_processes_for_each_job(project: Path) -> None:
-    sweep = ["-m", "recipe=tiny", "model.optimizer.lr=0.1,0.2", "optimized_metric=test_loss"]
-    finished = run_python(project, "-m", "package.run", "--config-dir", "conf", *sweep)
+def test_jobs_of_a_sweep_on_the_tensor_axis_explain_themselves_once(project: Path) -> None:
+    plans = ({}, {"*.up": "replicate"})
+    sweep = ("-m", "recipe=tiny", "strategy=tensor", "explain=true", "strategy.tensor_plan={},{*.up:replicate}")
+    finished = run_python(project, *_TRAIN, *sweep)
     assert finished.code == 0, finished.output
     jobs = _only(project / "logs/tiny/multiruns")
     assert {path.name for path in jobs.iterdir()} == {"0", "1", "multirun.yaml"}
-    for number, rate in enumerate((0.1, 0.2)):
+    for number, plan in enumerate(plans):
         ranks = records(jobs / str(number))
-        assert [(rank["world"], rank["lr"]) for rank in ranks] == [(2, rate)] * 2
+        assert [(rank["world"], rank["plan"]) for rank in ranks] == [(2, plan)] * 2
         assert ranks[0]["loss"] == ranks[1]["loss"]
         assert _files(jobs / str(number)) == {*_WRITTEN_ONCE, "rank0.json", "rank1.json"}
-
-
-def test_ranks_of_torchrun_agree_on_jobs_and_directories(project: Path) -> None:
-    sweep = ["-m", "recipe=tiny", "trainer.devices=auto", "strategy.zero_stage=1,3"]
-    finished = run_python(project, *_TORCHRUN, *_TRAIN, *sweep)
-    assert finished.code == 0, finished.output
-    jobs = _only(project / "logs/tiny/multiruns")
-    for number in ("0", "1"):
-        ranks = records(jobs / number)
-        assert [rank["world"] for rank in ranks] == [2, 2]
-        assert ranks[0]["loss"] == ranks[1]["loss"]
-        assert _files(jobs / number) == {*_WRITTEN_ONCE, "rank0.json", "rank1.json"}
-
-
-def test_two_nodes_train_and_resume_from_working_directories_of_their_own(project: Path, tmp_path: Path) -> None:
-    nodes = [project, shutil.copytree(project, tmp_path / "another node")]
-
-    def run(*overrides: str) -> list[Finished]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        launch = (*_NODE, "--master-port", str(port))
-        world = ("recipe=tiny", "trainer.devices=1", "trainer.num_nodes=2", *overrides)
-        with ThreadPoolExecutor(2) as both:
-            started = [
-                both.submit(run_python, node, *launch, "--node-rank", str(rank), *_TRAIN, *world)
-                for rank, node in enumerate(nodes)
-            ]
-            return [node.result() for node in started]
-
-    first = run("hydra.run.dir=logs/one")
-    second = run("hydra.run.dir=logs/two", "ckpt_path=logs/one/checkpoints/last.ckpt", "trainer.max_steps=6")
-    assert [node.code for node in (*first, *second)] == [0] * 4, "\n".join(n.output for n in (*first, *second))
-    ranks = records(project / "logs/two")
-    assert [(rank["world"], rank["step"]) for rank in ranks] == [(2, 6)] * 2
-    assert [rank["directory"] for rank in ranks] == [str(node) for node in nodes]
-    assert ranks[0]["loss"] == ranks[1]["loss"]
+    for words, times in (
+        ("tensor axis  2 ranks", 2),
+        ("257 rows are not a multiple of 2", 2),
+        # A weight and a bias, in one of the jobs.
+        ("[plan] tensor_plan['*.up']='replicate'", 2),
+    ):
+        assert finished.output.count(words) == times, finished.output
 
 
 def test_a_program_without_hydra_is_started_again_as_it_was(project: Path) -> None:

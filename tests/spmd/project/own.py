@@ -1,7 +1,6 @@
 """A user's own callback, found because the command is given in this directory."""
 
 import json
-import sys
 from pathlib import Path
 
 import lightning as L
@@ -22,8 +21,8 @@ class Recorder(L.Callback):
             "world": trainer.world_size,
             "directory": str(Path.cwd()),
             "loss": float(trainer.callback_metrics["test_loss"]),
-            "lr": pl_module.build_optimizer.keywords["lr"],
+            "plan": trainer.strategy.config.tensor_plan,
+            "zero_stage": trainer.strategy.config.zero_stage,
             "step": trainer.global_step,
-            "words": sys.argv[1:],
         }
         Path(trainer.default_root_dir, f"rank{trainer.global_rank}.json").write_text(json.dumps(seen))

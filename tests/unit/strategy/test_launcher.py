@@ -1,100 +1,127 @@
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
-import hydra
+import lightning as L
 import pytest
-from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from lightning.fabric.plugins.environments import LightningEnvironment
-from omegaconf import OmegaConf, open_dict
 
-from lightning_3d.strategy.launcher import Mesh3DLauncher, path_override, rank_arguments, rank_command, single_job
+from lightning_3d import Mesh3DStrategy
+from lightning_3d.errors import ConfigError
+from lightning_3d.strategy import launcher as launching
+from lightning_3d.strategy.launcher import Mesh3DLauncher, end_earlier_job, single_job
 
-_DIRECTORY = "/runs/a=1,b='x' {y}"
+_SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+_SLURM = {
+    "SLURM_JOB_NAME": "train",
+    "SLURM_NTASKS": "4",
+    "SLURM_NTASKS_PER_NODE": "4",
+    "SLURM_NNODES": "1",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+}
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Path]:
-    """A job of a sweep, as Hydra leaves it in its own configuration."""
-    (tmp_path / "main.yaml").write_text("a: 0\n")
-    overrides = ["a=1", "+b='x, y'", "hydra.mode=MULTIRUN", "hydra.job.chdir=true", "hydra.sweep.dir=many"]
-    with hydra.initialize_config_dir(str(tmp_path), version_base="1.3"):
-        cfg = hydra.compose("main", overrides=overrides, return_hydra_config=True)
-    OmegaConf.set_readonly(cfg.hydra, False)
-    with open_dict(cfg):
-        cfg.hydra.runtime.output_dir = _DIRECTORY
-        cfg.hydra.runtime.cwd = str(tmp_path)
-        cfg.hydra.job.num = 3
-    HydraConfig.instance().set_config(cfg)
-    yield tmp_path
-    HydraConfig.instance().cfg = None
+def hydra_is_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Lets Hydra be at a job of a sweep; other ranks do nothing but wait."""
+    for name in launching._LAUNCH_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(launching, "rank_command", lambda: (_SLEEP, None))
+    yield lambda job: monkeypatch.setattr(launching, "hydra_job", lambda: (job,))
+    launching._job_here().end(failed=True)
 
 
-def test_a_rank_repeats_one_job_of_the_sweep(job: Path) -> None:
-    arguments = rank_arguments()
-    assert arguments[:4] == ["--config-name", "main", "--config-path", str(job)]
-    words = [word for word in arguments[4:] if not word.startswith("hydra")]
-    assert words == ["a=1", "+b='x, y'"]
-    assert "hydra.job.num=3" in arguments
-    assert "hydra.job.chdir=true" in arguments
-    assert [word for word in arguments if word.startswith("hydra.mode")] == ["hydra.mode=RUN"]
+def _launcher() -> Mesh3DLauncher:
+    return Mesh3DLauncher(LightningEnvironment(), num_processes=2, num_nodes=1)
 
 
-def test_a_rank_uses_the_directory_of_the_job_and_writes_no_logs(job: Path) -> None:
-    parsed = OverridesParser.create().parse_overrides(rank_arguments()[4:])
-    values = {override.key_or_group: override.value() for override in parsed}
-    assert values["hydra.run.dir"] == _DIRECTORY
-    assert values["hydra.output_subdir"] is None
-    assert values["hydra/job_logging"] == "none"
+def _fail() -> None:
+    raise RuntimeError("a rank failed")
 
 
-@pytest.mark.parametrize("path", ["plain", "a b", "it's", 'say "x"', "back\\slash", "a=1,b=[2]"])
-def test_a_path_survives_hydras_grammar(path: str) -> None:
-    (override,) = OverridesParser.create().parse_overrides([path_override("key", path)])
-    assert override.value() == path
-
-
-def test_the_program_keeps_its_own_words(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
-    monkeypatch.setattr(sys, "argv", ["bin/tool", "train", "fast", "-m", "a=1,2"])
-    command, directory = rank_command()
-    assert command[:4] == [sys.executable, str(job / "bin/tool"), "train", "fast"]
-    assert command[4:] == rank_arguments()
-    assert directory == str(job)
-
-
-def test_without_hydra_the_same_command_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
-    monkeypatch.setattr(sys, "argv", ["/bin/tool", "--epochs", "2"])
-    assert rank_command() == ([sys.executable, "/bin/tool", "--epochs", "2"], None)
-
-
-def test_a_job_leaves_the_environment_as_it_found_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
+def test_a_job_leaves_the_environment_as_it_found_it(
+    monkeypatch: pytest.MonkeyPatch, hydra_is_at: Callable[[str], None]
+) -> None:
+    hydra_is_at("0")
     monkeypatch.setenv("MASTER_PORT", "1")
-    with single_job():
-        os.environ["LOCAL_RANK"] = "0"
-        os.environ["MASTER_PORT"] = "2"
-    assert "LOCAL_RANK" not in os.environ
-    assert os.environ["MASTER_PORT"] == "1"
-
-
-def test_after_an_error_no_child_is_left() -> None:
-    launcher = Mesh3DLauncher(LightningEnvironment(), num_processes=2, num_nodes=1)
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    launcher.procs.append(child)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "2")
     started = time.monotonic()
+    launcher = _launcher()
 
-    def fail() -> None:
-        with single_job() as launchers:
-            launchers.append(launcher)
-            raise RuntimeError("a rank failed")
+    def job() -> None:
+        with single_job():
+            os.environ["PL_GLOBAL_SEED"] = "3"
+            launcher.launch(_fail)
 
     with pytest.raises(RuntimeError, match="a rank failed"):
-        fail()
-    assert child.returncode is not None
+        job()
+    assert "LOCAL_RANK" not in os.environ
+    assert (os.environ["MASTER_PORT"], os.environ["PL_GLOBAL_SEED"]) == ("1", "2")
+    assert launcher.procs[0].returncode is not None
     assert time.monotonic() - started < 30
+
+
+def test_the_next_job_of_a_sweep_launches_its_own_ranks(hydra_is_at: Callable[[str], None]) -> None:
+    hydra_is_at("0")
+    first, second = _launcher(), _launcher()
+    with pytest.raises(RuntimeError, match="a rank failed"):
+        first.launch(_fail)
+    end_earlier_job()
+    assert first.procs[0].poll() is None
+    assert os.environ["LOCAL_RANK"] == "0"
+
+    hydra_is_at("1")
+    end_earlier_job()
+    assert first.procs[0].returncode == -9
+    assert "LOCAL_RANK" not in os.environ
+    assert second.launch(lambda: 7) == 7
+    assert len(second.procs) == 1
+
+
+def test_a_rank_that_dies_ends_this_process_while_its_job_runs(
+    hydra_is_at: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[int] = []
+    hydra_is_at("0")
+    launcher = _launcher()
+    launcher.launch(lambda: None)
+    observer = launching._Observer(launcher)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.kill", lambda pid, signal: killed.append(pid))
+        observer._terminate_all()
+        assert killed == [launcher.procs[0].pid, os.getpid()]
+        # A sweep goes on after a job that has ended, and what has failed here tells it.
+        hydra_is_at("1")
+        observer._terminate_all()
+        hydra_is_at("0")
+        launcher.failed = True
+        observer._terminate_all()
+    assert len(killed) == 2
+
+
+@pytest.mark.parametrize(
+    ("devices", "others", "told"),
+    [
+        (2, {}, "SLURM started 4 processes, but the Trainer asks for devices=2 x num_nodes=1"),
+        (4, {"SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "2"}, "devices=4 x num_nodes=1: You set `devices=4`"),
+    ],
+)
+def test_a_trainer_that_disagrees_with_slurm_is_told_both_numbers(
+    devices: int, others: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (_SLURM | others).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError) as caught:
+        L.Trainer(accelerator="cpu", devices=devices, strategy=Mesh3DStrategy(), logger=False)
+    assert told in str(caught.value)
+    assert f"--nodes=1 --ntasks-per-node={devices}" in str(caught.value.fix)
+
+
+def test_a_trainer_that_agrees_with_slurm_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in _SLURM.items():
+        monkeypatch.setenv(name, value)
+    trainer = L.Trainer(accelerator="cpu", devices=4, strategy=Mesh3DStrategy(), logger=False)
+    assert trainer.strategy.launcher is None

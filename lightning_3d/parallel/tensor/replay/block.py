@@ -40,13 +40,13 @@ class ReplayOptions:
         capacity: Kinds of input that a block remembers; the one used longest ago makes room.
         check_every: Calls of a kind between two checks against the block itself; the second call is always checked.
         compile: Programs are compiled when they have passed their first check.
-        backend: Of `torch.compile`.
+        backend: Of ``torch.compile``; None = its default.
     """
 
     capacity: int = 8
     check_every: int = 1000
     compile: bool = False
-    backend: str = "inductor"
+    backend: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,15 +79,20 @@ class BlockReport:
             yield from part.flat()
 
 
+# For each parameter of a block, whether it wants a gradient.
+Wanted = list[bool]
+
+
 class _Entry:
     """A kind of input: its guard, and its program or none if the block cannot be replayed for it."""
 
-    __slots__ = ("changes", "due", "guard", "program", "recomputed")
+    __slots__ = ("changes", "due", "guard", "program", "recomputed", "wanted")
 
-    def __init__(self, guard: Guard, program: Program | None, changes: int) -> None:
+    def __init__(self, guard: Guard, program: Program | None, changes: int, wanted: Wanted) -> None:
         self.guard = guard
         self.program = program
         self.changes = changes
+        self.wanted = wanted
         # Calls until the next check: the second call has one.
         self.due = 1
         # Of a checkpoint whose forward has no gradients. All others are checked in forward only: selective
@@ -134,7 +139,7 @@ class Replay:
         self._changes = Changes()
         self._modules: tuple[nn.Module, ...] = ()
         self._hooks: tuple[Mapping[Any, Any], ...] = ()
-        self._wanted: tuple[bool, ...] = ()
+        self._tables: tuple[Mapping[str, nn.Parameter | None], ...] = ()
         self._warned = False
         self._start()
 
@@ -142,9 +147,10 @@ class Replay:
         """Makes a call of the module's ``forward``; a handler of `lightning_3d.graph.calls.around_forward`."""
         if self._retired or any(self._hooks):
             return self._as_it_is(call)
-        args, kwargs = call.args, call.kwargs
+        args, kwargs, wanted = call.args, call.kwargs, self._wanted()
         for entry in self._entries:
-            inputs = entry.guard(args, kwargs)
+            # Of a weight that wants no gradient, backward would not sum what others need either.
+            inputs = entry.guard(args, kwargs) if entry.wanted == wanted else None
             if inputs is not None:
                 if entry is not self._entries[0]:
                     self._entries.remove(entry)
@@ -164,11 +170,6 @@ class Replay:
         self._start()
         for part in self.parts:
             part.flush()
-
-    def refresh(self) -> None:
-        """Forgets everything if other parameters want a gradient than before."""
-        if self._entries and self._wanted != self._now_wanted():
-            self.flush()
 
     def report(self) -> BlockReport:
         """Returns what became of the block."""
@@ -211,11 +212,13 @@ class Replay:
             watch(modules, self._changes)
             self._modules = modules
             self._hooks = hook_tables(modules[1:])
-        self._wanted = self._now_wanted()
+            self._tables = tuple(module._parameters for module in modules if module._parameters)
 
-    def _now_wanted(self) -> tuple[bool, ...]:
-        tables = (module._parameters for module in self._modules)
-        return tuple(parameter is not None and parameter.requires_grad for t in tables for parameter in t.values())
+    def _wanted(self) -> Wanted:
+        """Of which parameters gradients are wanted now."""
+        return [
+            parameter is not None and parameter.requires_grad for table in self._tables for parameter in table.values()
+        ]
 
     def _as_it_is(self, call: Call) -> Any:
         if self._part and self._retired:
@@ -287,7 +290,8 @@ class Replay:
             self._split()
         count = self._changes.count
         others = [entry for entry in self._entries if entry.changes == count]
-        self._entries = [_Entry(recording.guard(), program, count), *others[: self._options.capacity - 1]]
+        entry = _Entry(recording.guard(), program, count, self._wanted())
+        self._entries = [entry, *others[: self._options.capacity - 1]]
         return result
 
     def _split(self) -> None:

@@ -53,11 +53,6 @@ class Replays:
         for replay in self._replays.values():
             replay.flush()
 
-    def refresh(self) -> None:
-        """Forgets the recordings of blocks of which other parameters want gradients now: before each optimizer step."""
-        for replay in self._replays.values():
-            replay.refresh()
-
     def reports(self) -> tuple[BlockReport, ...]:
         """Returns what became of each block."""
         return tuple(replay.report() for replay in self._replays.values())

@@ -161,15 +161,17 @@ def test_changes_of_attributes(change: Any, recorded_again: bool) -> None:
     assert bool(runs) is recorded_again
 
 
-def test_parameters_that_no_longer_want_gradients_are_seen_when_asked() -> None:
+@pytest.mark.parametrize("at_first", [False, True])
+def test_parameters_that_want_gradients_from_now_on_or_no_longer_are_seen(at_first: bool) -> None:
     twins = Twins(block_with(core))
-    for x in inputs(3):
-        twins.call(x)
-    twins.change(lambda block: block.norm.requires_grad_(False))
-    twins.replay.refresh()
-    for x in inputs(3):
-        twins.call(x)
-    assert twins.module.norm.weight.grad is None
+    for wanted in (at_first, not at_first, at_first):
+        twins.change(lambda block, wanted=wanted: block.norm.requires_grad_(wanted))
+        for x in inputs(3):
+            twins.call(x)
+        assert (twins.module.norm.weight.grad is not None) is wanted
+        twins.change(lambda block: block.zero_grad())
+    # The kind that was known before is replayed.
+    assert twins.replay._recordings == 2
     assert twins.replay.report().replayed
 
 
