@@ -25,6 +25,8 @@ pytestmark = [pytest.mark.spmd, pytest.mark.timeout(240)]
 _PACKAGES = ("torch", "lightning", "torchmetrics", "lightning_utilities", "lightning_fabric", "pytorch_lightning")
 _MESH = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
 Place = tuple[str, str]
+# Torch has another one there for another default dtype, which precision="64-true" of Lightning sets.
+_OF_DTYPE = ("torch", "Storage")
 
 
 def code_of_others() -> Iterable[tuple[Place, Any]]:
@@ -69,7 +71,7 @@ class Watch(Callback):
     def look(self, *_: Any) -> None:
         self.looked += 1
         for place, value in code_of_others():
-            if ours(value) or self.before.get(place, value) is not value:
+            if ours(value) or (place != _OF_DTYPE and self.before.get(place, value) is not value):
                 self.patched.append(place)
 
     on_before_zero_grad = on_after_backward = on_validation_batch_start = on_fit_end = look  # type: ignore[assignment]
