@@ -203,12 +203,12 @@ def test_groups_see_the_same_and_data_ranks_do_not() -> None:
     assert first == second
     assert third == fourth
     for index in (0, 2):
-        mine, theirs = samples(first[index]), samples(third[index])
-        # 12 samples over 2 data ranks: 3 batches of 2 in each of 2 epochs.
-        assert len(mine) == len(theirs) == 12
-        for epoch in (slice(0, 6), slice(6, 12)):
-            assert sorted(mine[epoch] + theirs[epoch]) == list(range(12))
-        assert mine[:6] != mine[6:]
+        # 12 samples in order over 2 data ranks: of every 4 the first 2 and the last 2, in each of 2 epochs.
+        assert samples(first[index]) == [0, 1, 4, 5, 8, 9] * 2
+        assert samples(third[index]) == [2, 3, 6, 7, 10, 11] * 2
+        # The noise is another one on the other data rank, and in the other epoch.
+        noises = [tuple(row[1:]) for each in (first, third) for batch in each[index] for leaf in batch for row in leaf]
+        assert len(set(noises)) == len(noises) == 24
 
 
 # ---- what is checked ----
