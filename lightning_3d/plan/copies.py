@@ -22,6 +22,7 @@ from lightning_3d.initial.broadcast import BufferBroadcast, broadcast_module, br
 from lightning_3d.plan.copying import serve_copying
 from lightning_3d.plan.stages import StagesOnRank
 from lightning_3d.shards.alike import alike, is_part
+from lightning_3d.shards.hook_values import Holders
 
 # The module that has a parameter, the parameter's name there, and the parameter.
 _Place = tuple[nn.Module, str, Tensor]
@@ -42,22 +43,24 @@ class ModuleCopies:
         self._module = module
         self._world, self._data_group = world, data_group
         self._stages: StagesOnRank | None = None
+        self._holders: Holders | None = None
         self._made: list[tuple[weakref.ref[nn.Module], str]] = []
         # Identities of the modules that have whole parameters for the duration of a call.
         self._whole: frozenset[int] = frozenset()
         serve_copying(module, "", self._add)
 
-    def cut(self, beside: Beside, stages: StagesOnRank | None) -> None:
+    def cut(self, beside: Beside, stages: StagesOnRank | None, holders: Holders | None) -> None:
         """Cuts the copies that were made before the module was cut, which it is now. A collective.
 
         Args:
             beside: The copies.
             stages: The pipeline axis, None where its degree is 1.
+            holders: Is told where copies are; None where the pipeline degree is 1.
 
         Raises:
             ModuleError: On every rank: the ranks have made different copies.
         """
-        self._stages = stages
+        self._stages, self._holders = stages, holders
         serve_loading(self._module)
         if self._world.size() > 1:
             if len(set(gather(self._world, beside.names))) > 1:
@@ -72,7 +75,10 @@ class ModuleCopies:
             _cut_like(copied, self._module.get_submodule(name))
             self._add(copied, name)
         for (holder, at), name in beside.tensors:
-            holder[at] = alike(holder[at], self._module.get_parameter(name))
+            original = self._module.get_parameter(name)
+            holder[at] = alike(holder[at], original)
+            if holders is not None:
+                holders.follow_tensor(holder[at], original)
 
     def bring_buffers(self) -> None:
         """Gives every rank the running statistics of copies as the rank has them that counts. A collective."""
@@ -101,6 +107,8 @@ class ModuleCopies:
         self._made.append((weakref.ref(copied), name))
         serve_copying(copied, name, self._add)
         serve_loading(copied)
+        if self._holders is not None:
+            self._holders.follow(copied, self._module.get_submodule(name))
         for inner, part in copied.named_modules():
             around_calls(part, self._gathering(weakref.ref(part), ".".join(filter(None, (name, inner)))))
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from typing_extensions import override
 
 from lightning_3d.shards.deep import deep_copy
@@ -67,3 +67,8 @@ class HeldTensor(DTensor):
 def bare(tensor: DTensor) -> DTensor:
     """Returns the plain DTensor on the same memory, without history."""
     return DTensor.__new__(DTensor, tensor._local_tensor, tensor._spec, requires_grad=tensor.requires_grad)
+
+
+def replicated(tensor: DTensor) -> DTensor:
+    """Returns a DTensor that every rank has the whole of. All ranks of its mesh call it together."""
+    return bare(tensor).redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)

@@ -91,6 +91,19 @@ class Holders:
             storage = tensor.untyped_storage()
             self._memory[storage._cdata] = StorageWeakRef(storage), ranks
 
+    def follow(self, copied: nn.Module, original: nn.Module) -> None:
+        """Notes where the parameters of a copy are: where those of its original, a part of the module, are."""
+        originals = dict(original.named_parameters(remove_duplicate=False))
+        for name, parameter in copied.named_parameters():
+            if name in originals:
+                self.follow_tensor(parameter, originals[name])
+
+    def follow_tensor(self, copied: Tensor, original: Tensor) -> None:
+        """Notes that a tensor is where another one is."""
+        ranks = self.of(original)
+        if ranks is not None:
+            self._computed[copied] = ranks
+
     def tidy(self) -> None:
         """Forgets what is gone."""
         self._memory = {at: kept for at, kept in self._memory.items() if not kept[0].expired()}
@@ -111,14 +124,14 @@ class Exchange:
         """Returns a tensor of one real element; where it came from it stays what it is."""
         mine = self._rank == min(ranks)
         own = _whole(value).reshape(()).to(self._device, torch.float64) if mine else 0.0
-        number = self._agreed(own, act, value)
+        number = self._agreed(own, act, value, ranks)
         if mine and not isinstance(value, DTensor):
             return value
         return number.to(value.device, value.dtype).reshape(value.shape)
 
     def whole(self, value: Tensor, ranks: Ranks, act: str) -> Tensor:
         """Returns a whole tensor, without history."""
-        self._agreed(0.0, act, value)
+        self._agreed(0.0, act, value, ranks)
         source = min(ranks)
         if self._rank == source:
             sent = _whole(value).to(self._device).contiguous()
@@ -134,17 +147,17 @@ class Exchange:
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
         return [bool(each) for each in found.tolist()]
 
-    def _agreed(self, own: Tensor | float, act: str, value: Tensor) -> Tensor:
+    def _agreed(self, own: Tensor | float, act: str, value: Tensor, ranks: Ranks) -> Tensor:
         """Sums a number that one rank has, all of which must be at the same place of the hook."""
         self._count += 1
-        place = float(crc32(f"{self._count} {act} {tuple(value.shape)} {value.dtype}".encode()))
+        place = float(crc32(f"{self._count} {act} {tuple(value.shape)} {value.dtype} {sorted(ranks)}".encode()))
         message = torch.zeros(2, dtype=torch.float64, device=self._device)
         message[0], message[1] = place, own
         dist.all_reduce(message, group=self._group)
         if float(message[0]) != place * self._group.size():
             raise ModuleError(
-                f"the ranks of a pipeline are at different places of a hook: this one is at {act} of a tensor of shape "
-                f"{tuple(value.shape)}.",
+                f"the ranks of a pipeline are at different places of a hook: this one is at {act}, of which comes a "
+                f"tensor of shape {tuple(value.shape)} of pipeline rank {min(ranks)}.",
                 fix="let hooks do the same on every rank, and only what follows depend on the rank",
             )
         return message[1]
@@ -209,9 +222,9 @@ class HookValues(TorchFunctionMode):
         result = func(*args, **options)
         if not left or writes_to_first(func):
             return result
+        of = "" if act in _VIEWS else _number_of(act, left)
         ranks = _common(self._ranks(left))
-        is_number = act not in _VIEWS and any(each.dim() for each in left)
-        return pytree.tree_map_only(Tensor, lambda each: self._noted(each, ranks, act, is_number), result)
+        return pytree.tree_map_only(Tensor, lambda each: self._noted(each, ranks, of), result)
 
     # ---- where values are missing ----
 
@@ -241,9 +254,9 @@ class HookValues(TorchFunctionMode):
     def _ranks(self, tensors: Iterable[Tensor]) -> Iterator[Ranks]:
         return (ranks for tensor in tensors if (ranks := self._holders.of(tensor)) is not None)
 
-    def _noted(self, result: Tensor, ranks: Ranks, act: str, is_number: bool) -> Tensor:
-        if is_number and not result.dim() and not result.is_complex():
-            return self._exchange.number(result, ranks, act)
+    def _noted(self, result: Tensor, ranks: Ranks, of: str) -> Tensor:
+        if of and not result.dim() and not result.is_complex():
+            return self._exchange.number(result, ranks, of)
         self._holders.note(result, ranks)
         return result
 
@@ -264,8 +277,7 @@ class HookValues(TorchFunctionMode):
             return results
         noted = []
         for result, (left, _) in zip(results, met, strict=True):
-            is_number = any(each.dim() for each in left)
-            noted.append(self._noted(result, _common(self._ranks(left)), act, is_number) if left else result)
+            noted.append(self._noted(result, _common(self._ranks(left)), _number_of(act, left)) if left else result)
         return type(results)(noted)
 
     # ---- gradients ----
@@ -337,6 +349,12 @@ def _targets(func: Callable[..., Any], args: Sequence[Any], options: Mapping[str
     named = [options["out"]] if options.get("out") is not None else []
     is_set = getattr(func, "__name__", "") == "__set__"
     return [*tensors_in([*(args[:1] if is_set or writes_to_first(func) else ()), *named])]
+
+
+def _number_of(act: str, tensors: Sequence[Tensor]) -> str:
+    """Returns what a call is if it makes numbers of tensors with dims; of others it gives what may be themselves."""
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    return f"{act} of {shapes}" if any(shapes) else ""
 
 
 def _is_in(tensor: Tensor, others: Sequence[Tensor]) -> bool:

@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_3d.errors import ModuleError
 from lightning_3d.shards.elementwise import Operation, operation
 from lightning_3d.shards.held import Held
-from lightning_3d.shards.held_tensor import HeldTensor, bare
+from lightning_3d.shards.held_tensor import HeldTensor, bare, replicated
 from lightning_3d.shards.layout import Layout
 from lightning_3d.shards.writes import Writes, count_writes, tensors_in
 
@@ -29,8 +29,8 @@ from lightning_3d.shards.writes import Writes, count_writes, tensors_in
 _DATA: Any = Tensor.data
 _GRAD: Any = Tensor.grad
 
-# Errors that have to do with parts.
-_WORDS = ("got mixed", "sharding strategy", "placement changes")
+# Errors that have to do with parts, and that of views which torch has of even parts only.
+_WORDS, _UNEVEN = ("got mixed", "sharding strategy", "placement changes"), "unevenly sharded"
 
 
 def let_rest(module: nn.Module, layouts: Mapping[str, Layout], axis_name: str) -> None:
@@ -341,9 +341,12 @@ def _by_torch(func: OpOverload, act: Operation, args: Sequence[Any], kwargs: Map
     try:
         result = func(*map(_bare, args), **{name: _bare(value) for name, value in kwargs.items()})
     except RuntimeError as error:
-        if not any(word in str(error) for word in _WORDS):
+        if _UNEVEN in str(error) and not act.writes:
+            result = func(*pytree.tree_map_only(DTensor, replicated, tuple(args)), **kwargs)
+        elif any(word in str(error) for word in _WORDS):
+            raise _source(tensors)._held.refusal(act.name, str(error).splitlines()[0]) from error
+        else:
             raise
-        raise _source(tensors)._held.refusal(act.name, str(error).splitlines()[0]) from error
     if act.writes and isinstance(args[0], Tensor):
         return args[0]
     if act.kind == "views":
@@ -391,4 +394,6 @@ def _windows(seen: Any, result: Any) -> Any:
         window.__class__ = _Window
         return view
 
-    return pytree.tree_map_only(DTensor, mark, result) if isinstance(seen, Resting | _Window) else result
+    if isinstance(seen, Resting | _Window):
+        return pytree.tree_map_only(DTensor, mark, result)
+    return pytree.tree_map_only(DTensor, partial(_computed, _source([seen])), result)

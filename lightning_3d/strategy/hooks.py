@@ -23,14 +23,14 @@ _REGROUPING = frozenset({"on_fit_start", "on_train_epoch_start"})
 _LIBRARIES = ("lightning", "lightning_3d", "torch")
 
 
-def hook_values(module: LightningModule, presence: Presence | None) -> HookValues | None:
+def hook_values(presence: Presence | None, holders: Holders | None) -> HookValues | None:
     """Returns what brings values to the hooks of a module; None without a pipeline.
 
     Args:
-        module: The module, cut.
         presence: What the ranks of its pipeline have.
+        holders: Which of them has what.
     """
-    return None if presence is None else HookValues(Holders(module, presence), Exchange(presence))
+    return None if presence is None or holders is None else HookValues(holders, Exchange(presence))
 
 
 def open_hooks(module: LightningModule, values: HookValues) -> list[Callable[[], None]]:

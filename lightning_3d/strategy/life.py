@@ -29,6 +29,7 @@ from lightning_3d.parallel.tensor.proof.result import Proof, Skipped
 from lightning_3d.parallel.tensor.replay.block import BlockReport
 from lightning_3d.plan import MeshEngine, ModuleCopies, Plan, apply_plan, make_plan
 from lightning_3d.precision import Mesh3DPrecision
+from lightning_3d.shards.hook_values import Holders
 from lightning_3d.shards.layout import Layout
 from lightning_3d.shards.presence import Presence
 from lightning_3d.strategy.agreement import agreed_plan, agreed_proof
@@ -123,15 +124,16 @@ def apply_module(
         # In manual optimization the step itself may clip or step between two backward passes.
         partial_gradients=module.automatic_optimization,
     )
-    copies.cut(beside, engine.stages)
     presence = None if engine.stages is None else engine.stages.presence
+    holders = None if presence is None else Holders(module, presence)
+    copies.cut(beside, engine.stages, holders)
     return AppliedModule(
         module=module,
         plan=plan,
         engine=engine,
         share_buffers=BufferBroadcast(module, run.data_group) if spec.data > 1 else _nothing,
         copies=copies,
-        doors=ModuleDoors(module, hook_values(module, presence)),
+        doors=ModuleDoors(module, hook_values(presence, holders)),
         layouts=every_name(module, plan.layouts),
         proof=proof,
         presence=presence,

@@ -199,7 +199,15 @@ def call(module: Acting) -> None:
     module.draws.append(float(module.model(inputs).sum() + module.model.blocks[3].linear.weight.norm()))
 
 
-READING = (clip_all, log_norms, log_total, add_numbers, skip_if_infinite, mix, look, compare, drop, call)
+def copies(module: Acting) -> None:
+    late = copy.deepcopy(module.model)
+    for each in (module.average, late):
+        module.draws.append(sum(float(parameter.norm()) for parameter in each.parameters()))
+    own = [nn.Parameter(parameter.detach().clone()) for parameter in module.model.parameters()]
+    module.draws.append(float(sum(parameter.norm() for parameter in own)))
+
+
+READING = (clip_all, log_norms, log_total, add_numbers, skip_if_infinite, mix, look, compare, drop, call, copies)
 
 
 def read(ranks: Ranks) -> Any:
@@ -229,7 +237,7 @@ class Outside(Plain):
 
     def configure_optimizers(self) -> Any:
         optimizer: Any = super().configure_optimizers()
-        optimizer.register_step_pre_hook(lambda *_: sum(float(each.norm()) for each in self.parameters()))
+        optimizer.register_step_pre_hook(lambda *_: sum(float(each.detach().norm()) for each in self.parameters()))
         return optimizer
 
 
@@ -261,7 +269,7 @@ class Strays(Plain):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         parameters = list(self.parameters())
         place = 0 if self.trainer.is_global_zero else -1
-        float(parameters[place].norm())
+        float(parameters[place].detach().norm())
 
 
 def strays(rank: int, world: int) -> str:

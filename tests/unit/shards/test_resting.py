@@ -263,10 +263,25 @@ def test_padding_stays_zero() -> None:
             parameter.mean()
 
 
-@pytest.mark.parametrize("reduction", ["sum", "norm", "mean", "max", "abs"])
-def test_reductions_of_all_are_torchs(reduction: str) -> None:
+@pytest.mark.parametrize("reduction", ["sum", "norm", "mean", "max"])
+def test_reductions_of_all_are_numbers_of_the_whole(reduction: str) -> None:
     with resting(1, 2) as module:
-        assert isinstance(getattr(module.get_parameter(PACKED), reduction)(), DTensor)
+        for name in (PACKED, COLUMN):
+            assert type(getattr(module.get_parameter(name), reduction)()) is torch.Tensor
+        column: Any = module.get_parameter(COLUMN)
+        product = column @ column.t()
+        assert isinstance(product, DTensor)
+        assert type(getattr(product.view(-1), reduction)()) is torch.Tensor
+
+
+def test_uneven_parts_are_flattened_as_a_whole() -> None:
+    with resting(2, 1) as module:
+        weight = module.get_parameter(PADDED)
+        flat: Any = weight.flatten()
+        assert flat.shape == (weight.numel(),)
+        assert flat.full_tensor().shape == flat.shape
+        with pytest.raises(ModuleError, match=PADDED):
+            flat.mul_(2)
 
 
 def test_equal() -> None:
