@@ -145,7 +145,8 @@ def _combined(values: list[Any], sizes: list[int], reduce_fx: str | Callable[[An
     if name in ("sum", "min", "max"):
         reduced: Tensor = getattr(stacked, name)()
         return reduced
-    weights = torch.tensor(sizes, dtype=stacked.dtype, device=stacked.device)
+    # Values that stand for no sample at all are a plain mean, which then counts as little.
+    weights = torch.tensor(sizes if any(sizes) else [1] * len(sizes), dtype=stacked.dtype, device=stacked.device)
     return (stacked * weights).sum() / weights.sum()
 
 

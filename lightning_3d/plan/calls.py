@@ -10,8 +10,7 @@ from torch import nn
 
 from lightning_3d.graph.blocks import containers, outer_modules, parents
 from lightning_3d.graph.calls import Call, Handler, around_calls, plain_calls
-from lightning_3d.graph.metrics import metrics_of
-from lightning_3d.parallel.tensor.doors import BlockDoor, whole
+from lightning_3d.parallel.tensor.doors import BlockDoor
 from lightning_3d.parallel.tensor.regions.run import run_regions
 from lightning_3d.parallel.tensor.replay.block import ReplayOptions
 from lightning_3d.parallel.tensor.replay.blocks import Replays
@@ -38,8 +37,8 @@ def watch_calls(
     """Makes calls of the module's parts work anywhere, and blocks and outer modules draw from streams of their own.
 
     Inside a step the root's parameters are gathered. Outside, in a hook or a callback, the outermost call of any part
-    gathers them. Streams carry the name that a part has in the module. On the tensor axis blocks are replayed, local
-    regions run as such, and metrics see whole tensors only.
+    gathers them. Streams carry the name that a part has in the module. On the tensor axis blocks are replayed, and
+    local regions run as such.
 
     Args:
         module: A module to which ``plan`` was applied.
@@ -68,9 +67,6 @@ def watch_calls(
         if owned:
             handler = _staged(engine, name, handler)
         around_calls(module.get_submodule(name), handler)
-    if plan.tensor is not None:
-        for metric in metrics_of(module):
-            around_calls(metric, _with_whole_arguments)
 
 
 def _tensor_doors(
@@ -92,7 +88,7 @@ def _tensor_doors(
 
 def unwatch_calls(module: nn.Module) -> None:
     """Undoes `watch_calls`."""
-    for child in (*module.modules(), *metrics_of(module)):
+    for child in module.modules():
         plain_calls(child)
 
 
@@ -115,8 +111,3 @@ def _drawing(visit: Handler, streams: RandomStreams, name: str) -> Handler:
             return visit(call)
 
     return handler
-
-
-def _with_whole_arguments(call: Call) -> Any:
-    args, kwargs = whole((call.args, call.kwargs))
-    return call.function(*args, **kwargs)

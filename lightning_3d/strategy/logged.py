@@ -239,6 +239,8 @@ class LoggedValues:
         value: Any = torch.tensor(_NOTHING.get(told["reduce_fx"], 0.0), dtype=told["dtype"], device=self._module.device)
         if told["metric_attribute"] is not None:
             value = self._module.get_submodule(told["metric_attribute"])
+            # Others have told it something: it computes all the same.
+            value._update_count = max(value._update_count, 1)
         hook = key.split(".", 1)[0]
         results.log(
             hook, value=value, batch_size=0, sync_dist_fn=self._trainer.strategy.reduce, **options, **_UNREDUCED

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,10 +15,13 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from lightning_3d.batches.metrics import forget_batch, is_in_forward, note_batch
 from lightning_3d.graph.calls import shadow
 from lightning_3d.graph.metrics import metrics_of
+from lightning_3d.parallel.tensor.doors import whole
+from lightning_3d.strategy.gathering import gather_tensors
 from lightning_3d.strategy.relay import Relay
+from lightning_3d.strategy.windows import Windows
 
 # What a metric holds beside its states.
-_CACHES = ("_update_count", "_computed", "_forward_cache")
+_CACHES = ("_update_count", "_computed", "_forward_cache", "_num_vals_seen")
 
 
 class MetricDoors:
@@ -35,6 +38,7 @@ class MetricDoors:
         self._data = _DataAxis(data_group)
         self._relay = relay
         self._opened: list[Callable[[], None]] = []
+        self._windows = Windows()
         # Inside, a rank computes for itself: in a step, and where one metric asks another.
         self._alone = False
 
@@ -45,13 +49,19 @@ class MetricDoors:
                 continue
             if metric.dist_sync_fn is None and metric.process_group is None:
                 self._opened.append(shadow(metric, "dist_sync_fn", self._data))
+            self._opened.append(shadow(metric, "update", _Update(metric)))
             self._opened.append(shadow(metric, "compute", _Compute(self, metric)))
             self._opened.append(partial(forget_batch, metric))
+            self._opened += self._windows.follow(metric)
 
     def close(self) -> None:
         """Metrics are what they were."""
         while self._opened:
             self._opened.pop()()
+
+    def microbatch(self, index: int) -> AbstractContextManager[None]:
+        """Context of a micro-batch of a batch; metrics over a window of batches ask for its number."""
+        return self._windows.microbatch(index)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -87,6 +97,17 @@ class MetricDoors:
         return metrics_of(self._module)
 
 
+class _Update:
+    """Stands in for ``update`` of a metric, which sees whole tensors only; a copy has the plain one again."""
+
+    def __init__(self, metric: Metric) -> None:
+        self._update = metric.update
+
+    def __call__(self, *args: Any, **options: Any) -> None:
+        args, options = whole((args, options))
+        self._update(*args, **options)
+
+
 class _Compute:
     """Stands in for ``compute`` of a metric; a copy of the metric has the plain one again."""
 
@@ -112,7 +133,7 @@ class _DataAxis:
         self._group = group
 
     def __call__(self, state: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-        return gather_all_tensors(state, self._group if group is None else group)
+        return gather_tensors(state, self._group if group is None else group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _DataAxis:
         return self

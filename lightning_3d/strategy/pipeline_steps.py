@@ -17,7 +17,6 @@ from lightning_3d.parallel.pipeline.engine import PipelineEngine
 from lightning_3d.random.seeds import derive_seed
 from lightning_3d.strategy.attributes import StepAttributes
 from lightning_3d.strategy.collectives import DataCollectives
-from lightning_3d.strategy.metrics import MetricDoors
 from lightning_3d.strategy.outputs import are_seen
 from lightning_3d.strategy.pipelined import BatchLoss, PipelinedBatch, StepOutcome, kinds_of
 from lightning_3d.strategy.relay import Relay
@@ -38,7 +37,6 @@ class PipelineRunner(BatchRunner):
         parts: What every runner works with.
         pipeline: Runs the schedule.
         relay: Sends what the last stage has found.
-        metrics: The doors of the module's metrics.
         attributes: What steps change in the module.
         collectives: Reductions over the data axis.
         finishes_some: This rank owns the last stage and others.
@@ -50,7 +48,6 @@ class PipelineRunner(BatchRunner):
         *,
         pipeline: PipelineEngine,
         relay: Relay,
-        metrics: MetricDoors,
         attributes: StepAttributes,
         collectives: DataCollectives,
         finishes_some: bool,
@@ -58,7 +55,6 @@ class PipelineRunner(BatchRunner):
         super().__init__(parts)
         self._pipeline = pipeline
         self._relay = relay
-        self._metrics = metrics
         self._attributes = attributes
         self._collectives = collectives
         self._finishes_some = finishes_some
@@ -180,7 +176,8 @@ class PipelineRunner(BatchRunner):
     def _around(
         self, context: Callable[[], AbstractContextManager[Any]], position: int, count: int, index: int
     ) -> Iterator[None]:
-        with context(), self._stream(position, index, count), self._attributes.stage(index):
+        stage = self._attributes.stage(index)
+        with context(), self._stream(position, index, count), stage, self._metrics.microbatch(index):
             if not self._finishes_some:
                 yield
                 return

@@ -20,6 +20,7 @@ from lightning_3d.plan import MeshEngine
 from lightning_3d.precision import Mesh3DPrecision
 from lightning_3d.random.streams import RandomStreams
 from lightning_3d.strategy.aside import GradientsAside
+from lightning_3d.strategy.metrics import MetricDoors
 
 _STEP_STREAM = "step"
 
@@ -35,6 +36,7 @@ class RunnerParts:
         config: The strategy's options.
         streams: Random streams, or None for torch's generator alone.
         data_group: The data axis.
+        metrics: The doors of the module's metrics.
         trained: Returns the parameters of all optimizers.
         share_buffers: Gives every data rank the running statistics of the first; called once per optimizer step.
     """
@@ -45,6 +47,7 @@ class RunnerParts:
     config: StrategyConfig
     streams: RandomStreams | None
     data_group: dist.ProcessGroup
+    metrics: MetricDoors
     trained: Callable[[], list[Tensor]]
     share_buffers: Callable[[], None]
 
@@ -65,6 +68,7 @@ class BatchRunner(ABC):
         self._precision = parts.precision
         self._streams = parts.streams
         self._group = parts.data_group
+        self._metrics = parts.metrics
         self._trained = parts.trained
         self._share_buffers = parts.share_buffers
         self._batches = MicroBatches(parts.module, parts.config)

@@ -57,6 +57,7 @@ def make_runner(
         config=config,
         streams=run.streams,
         data_group=run.data_group,
+        metrics=metrics,
         trained=trained,
         share_buffers=applied.share_buffers,
     )
@@ -67,7 +68,6 @@ def make_runner(
         parts,
         pipeline=stages.engine,
         relay=relay,
-        metrics=metrics,
         attributes=StepAttributes(applied.module, plan, run.pipeline_group.rank(), relay),
         collectives=run.collectives,
         finishes_some=relay.sends and len(plan.stages_of(plan.last_rank)) > 1,

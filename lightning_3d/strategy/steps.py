@@ -148,10 +148,16 @@ class StepRunner(BatchRunner):
         def keep(*args: Any, **options: Any) -> None:
             said[current[0]].add(*args, **options)
 
-        with ExitStack() as at_end:
+        with ExitStack() as at_end, ExitStack() as inside:
             at_end.callback(shadow(self._module, "log", collect))
             at_end.callback(shadow(self._module, "print", keep))
-            yield partial(current.__setitem__, 0)
+
+            def begin(index: int) -> None:
+                current[0] = index
+                inside.close()
+                inside.enter_context(self._metrics.microbatch(index))
+
+            yield begin
         say(self._module.print, lines_of_batch([part.lines for part in said]))
         for call in collector.combined():
             call.make(self._module)

@@ -173,8 +173,8 @@ def beside_the_data_axis(case: Case, world: int) -> Traffic:
     scalar = 8 if case.precision == "64-true" else 4
     # Lightning asks rank 0 before every batch whether the job was told to end.
     asked = row("broadcast", case.accumulate, 8)
-    # The module logs one value of each batch with sync_dist.
-    logged = row("all_reduce", case.accumulate, scalar)
+    # What was logged in a batch: hashes of the names, and room for values.
+    logged = row("all_reduce", case.accumulate, 64 * 8)
     # The norm of whole gradients needs no collective, that of shards one.
     clipped = row("all_reduce", 1, scalar) if case.zero else Traffic()
     return asked + logged + clipped

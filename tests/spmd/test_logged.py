@@ -12,6 +12,7 @@ from torch import Tensor
 from torchmetrics import MaxMetric, MeanMetric, SumMetric
 
 from lightning_3d import Mesh3DPrecision
+from lightning_3d.strategy.gathering import gather_tensors
 from lightning_3d.strategy.named import NamedValues, Reduced, Share
 from tests.spmd.fits import loader, share, trainer
 from tests.spmd.pool import run_spmd
@@ -85,6 +86,35 @@ def test_values_of_different_names() -> None:
         (["a", "b"], {"a": 1.5, "b": 1.0}, "a of 0"),
         (["b", "a"], {"b": 1.0, "a": 2.0}, "b of 0"),
         (["a"], {"a": 0.0}, "a of 1"),
+    ]
+
+
+# ---- states of metrics ----
+
+
+def gathered(rank: int, world: int) -> list[Any]:
+    group = dist.group.WORLD
+    assert group is not None
+    mine = [
+        torch.tensor(1.5 + rank, dtype=[torch.float32, torch.float64][rank]),
+        torch.tensor([1, 2]) if rank else torch.tensor([]),
+        torch.ones(2 + rank, 3, dtype=torch.bfloat16),
+        torch.tensor([], dtype=torch.int64),
+        torch.tensor([True, False]),
+    ]
+    return [[(each.tolist(), str(each.dtype)) for each in gather_tensors(tensor, group)] for tensor in mine]
+
+
+def test_states_of_any_shape_and_dtype_are_gathered() -> None:
+    first, second = run_spmd(gathered, 2)
+    assert first == second
+    ones = [1.0, 1.0, 1.0]
+    assert first == [
+        [(1.5, "torch.float64"), (2.5, "torch.float64")],
+        [([], "torch.int64"), ([1, 2], "torch.int64")],
+        [([ones, ones], "torch.bfloat16"), ([ones, ones, ones], "torch.bfloat16")],
+        [([], "torch.int64")] * 2,
+        [([True, False], "torch.bool")] * 2,
     ]
 
 

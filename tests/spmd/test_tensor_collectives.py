@@ -124,7 +124,7 @@ def _counted(world: int, case: Case, layers: int) -> list[Counts]:
     return counts.batches
 
 
-def assert_few(case: Case, two: list[Counts], three: list[Counts]) -> None:
+def assert_few(case: Case, world: int, two: list[Counts], three: list[Counts]) -> None:
     for at, outside in enumerate(case.outside):
         for operation in ("all_reduce", "all_gather"):
             key = f"{operation} tensor_parallel"
@@ -137,11 +137,12 @@ def assert_few(case: Case, two: list[Counts], three: list[Counts]) -> None:
             # Partial gradients of small weights come with the others, in one call.
             assert activations <= more_payload - payload < activations + ACTIVATIONS / 2, f"{case}: {two[at]}"
             if operation == "all_reduce":
-                assert calls - 2 * expected == outside, f"{case}: {two[at]}"
+                # What was logged meets over all ranks, which may be those of this axis.
+                assert calls - 2 * expected == outside + (world == 2), f"{case}: {two[at]}"
 
 
 @pytest.mark.parametrize(("world", "cases"), [(2, CASES), (4, BESIDE_DATA)], ids=["alone", "beside the data axis"])
 def test_blocks_send_what_megatron_sends(world: int, cases: tuple[Case, ...]) -> None:
     for found in run_spmd(counted, world, cases, timeout=120):
         for case, (two, three) in zip(cases, found, strict=True):
-            assert_few(case, two, three)
+            assert_few(case, world, two, three)

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
-from torchmetrics import MeanMetric
+from torchmetrics import CatMetric, MaxMetric, MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from tests.parity.models import VOCABULARY, NextToken
@@ -263,6 +263,37 @@ def averaged(ranks: Ranks) -> Any:
     return record, averages.whole
 
 
+class KeepsMetrics(NextToken):
+    """Has metrics in a plain dict and in the module, and gives them logits that are cut."""
+
+    def __init__(self) -> None:
+        super().__init__(PackedGPT())
+        self.kept = {"called": MeanMetric(), "updated": MeanMetric(), "all": CatMetric()}
+        self.inside = MaxMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.logits(batch[0])
+        assert is_cut(logits) == (self.trainer.world_size > 1)
+        self.kept["called"](logits)
+        self.kept["updated"].update(logits.exp(), weight=logits.abs())
+        self.kept["all"].update(logits[:, 0])
+        self.inside.update(value=logits)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        everything = self.kept["all"].compute()
+        assert type(everything) is Tensor
+        self.log_dict({name: self.kept[name].compute() for name in ("called", "updated")})
+        self.log("inside", self.inside.compute())
+        self.log("all", everything.double().square().sum())
+
+
+def metrics_of_logits(ranks: Ranks) -> Any:
+    trainer = ranks.trainer()
+    trainer.fit(KeepsMetrics(), loader(tokens(3)))
+    return {name: float(value) for name, value in metrics(trainer).items()}
+
+
 SCENARIOS: tuple[Scenario, ...] = (
     every_loop,
     each_loop_alone,
@@ -272,6 +303,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     two_optimizers,
     unfrozen_in_between,
     averaged,
+    metrics_of_logits,
 )
 
 

@@ -42,6 +42,15 @@ def test_values_are_combined_as_they_are_reduced() -> None:
     assert collector.combined() == []
 
 
+def test_values_that_stand_for_no_sample_are_values() -> None:
+    module, collector = Listens(), LogCollector()
+    for value in (1.0, 2.0):
+        collector.add(LogCall.of(module, "none", value, batch_size=0), 2)
+    (call,) = collector.combined()
+    assert float(call.value) == 1.5
+    assert call.options["batch_size"] == 0
+
+
 def test_a_metric_is_logged_itself_with_the_mean_of_its_calls() -> None:
     module, metric, collector = Listens(), MeanMetric(), LogCollector()
     for size, value in ((3, 1.0), (1, 5.0)):
