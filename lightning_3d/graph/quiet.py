@@ -15,6 +15,7 @@ import torch
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor, nn
 
 from lightning_3d.graph.calls import shadow
@@ -26,8 +27,8 @@ def quiet(module: LightningModule, *beside: object, keep_log: bool = False) -> I
 
     Put back at the end: the attributes of every sub-module, what their collections, tensors and generators hold
     (metrics' states and buffers among them), the attributes of plain objects among them, and the random states of
-    torch, Python and numpy. Iterators among the attributes give again what was taken. Loggers hear nothing, and
-    ``self.print`` says nothing.
+    torch, Python and numpy. Iterators among the attributes give again what was taken. Loggers and the profiler hear
+    nothing, and ``self.print`` says nothing.
 
     Args:
         module: The module whose steps run inside.
@@ -54,9 +55,13 @@ def _silent(*args: Any, **kwargs: Any) -> None:
 
 
 def _mute(trainer: Trainer) -> Callable[[], None]:
-    loggers = trainer.loggers
-    trainer.loggers = [DummyLogger() for _ in loggers]
-    return lambda: setattr(trainer, "loggers", loggers)
+    loggers, profiler = trainer.loggers, trainer.profiler
+    trainer.loggers, trainer.profiler = [DummyLogger() for _ in loggers], PassThroughProfiler()
+
+    def hear() -> None:
+        trainer.loggers, trainer.profiler = loggers, profiler
+
+    return hear
 
 
 class _Memory:

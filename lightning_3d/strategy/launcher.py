@@ -92,10 +92,9 @@ class _Observer(_ChildProcessObserver):
         self._launcher = launcher
 
     @override
-    def _terminate_all(self) -> None:
+    def _run(self) -> bool:
         # What has failed here is being told, and a sweep goes on after a job that has ended.
-        if _job_here().is_running(self._launcher):
-            super()._terminate_all()
+        return not _job_here().is_running(self._launcher) or super()._run()
 
 
 class _LaunchedJob:

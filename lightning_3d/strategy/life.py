@@ -37,6 +37,7 @@ from lightning_3d.strategy.doors import ModuleDoors
 from lightning_3d.strategy.first_step import FirstStep
 from lightning_3d.strategy.hooks import hook_values
 from lightning_3d.strategy.run import RunOnMesh
+from lightning_3d.strategy.watching import share_gradient_hooks
 
 _WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
 _MOST_NAMES = 5
@@ -106,6 +107,8 @@ def apply_module(
     _check(module, run.device, spec=spec, config=config, tape=tape)
     beside = kept_beside(getattr(module._trainer, "callbacks", ()), module)
     precision.convert_module(module)
+    if spec.tensor > 1:
+        share_gradient_hooks(module, run.world_group)
     plan = _planned(module, run, spec=spec, config=config, casts=precision.shards_cast, step=step)
     proof = None
     if plan.tensor is not None and step is not None:

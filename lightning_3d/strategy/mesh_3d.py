@@ -36,7 +36,7 @@ from lightning_3d.strategy.life import (
 )
 from lightning_3d.strategy.logged import LoggedValues
 from lightning_3d.strategy.metrics import MetricDoors
-from lightning_3d.strategy.optimizers import check_separable
+from lightning_3d.strategy.optimizers import check_separable, reads_loss
 from lightning_3d.strategy.refusals import refuse_own_training
 from lightning_3d.strategy.replicas import share_generators
 from lightning_3d.strategy.run import evaluate_without_inference_mode
@@ -308,6 +308,8 @@ class Mesh3DStrategy(ExplainingStrategy):
         def divided() -> Any:
             result = closure()
             self._steps.before_optimizer_step()
+            if isinstance(result, Tensor) and reads_loss(optimizer):
+                return self._on_mesh.collectives.reduce(result, None, "mean")
             return result
 
         stepped = super().optimizer_step(optimizer, divided, model, **kwargs)

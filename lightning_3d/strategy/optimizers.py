@@ -91,6 +91,11 @@ class AbsentParameters:
         return self._stand_ins[id(absent)][1]
 
 
+def reads_loss(optimizer: Optimizer) -> bool:
+    """Returns whether an optimizer may decide by the loss of its closure, so that data ranks need the same one."""
+    return isinstance(optimizer, LBFGS) or not type(optimizer).__module__.startswith("torch.optim.")
+
+
 def check_separable(optimizers: Sequence[Optimizer]) -> None:
     """Refuses optimizers that cannot step on the parameters of one rank alone.
 

@@ -45,6 +45,13 @@ def torch_optimizer(name: str, options: dict[str, Any], here: Here) -> Seen:
     return fitted(here, Configured(lambda module: make(module.parameters(), **options)), gradient_clip_val=0.5)
 
 
+def line_search(here: Here) -> Seen:
+    return fitted(
+        here,
+        Configured(lambda module: torch.optim.LBFGS(module.parameters(), max_iter=3, line_search_fn="strong_wolfe")),
+    )
+
+
 def groups_by_name(module: Module) -> Any:
     plain = ("bias", "norm")
     decayed = [value for name, value in module.named_parameters() if not any(part in name for part in plain)]
@@ -274,7 +281,6 @@ def _optimizers() -> tuple[Feature, ...]:
         ("AdamW(fused=True)", "AdamW", {"lr": 0.01, "fused": True}),
         ("SGD(foreach=True)", "SGD", {"lr": 0.1, "momentum": 0.9, "foreach": True}),
         ("SGD(fused=True)", "SGD", {"lr": 0.1, "momentum": 0.9, "fused": True}),
-        ("LBFGS", "LBFGS", {"lr": 0.1, "max_iter": 3}),
     )
     return tuple(
         Feature(name=name, program=partial(torch_optimizer, make, options), always=(CUBE,) if "fused" in name else ())
@@ -300,6 +306,12 @@ FEATURES: tuple[Feature, ...] = (
     Feature(name="learning rates and optimizer state in hooks", program=rates_in_hooks),
     Feature(name="hooks of optimizers", program=hooks_on_steps),
     *_optimizers(),
+    Feature(
+        name="LBFGS, with a line search",
+        program=line_search,
+        refused=dict.fromkeys(_ON_PIPELINES, "LBFGS takes all parameters as one vector"),
+        close=1e-7,
+    ),
     Feature(name="parameter groups by name, with weight decay", program=decay_by_name),
     Feature(name="OneCycleLR with estimated_stepping_batches", program=cycled),
     Feature(name="ReduceLROnPlateau", program=partial(on_plateau, plateau)),

@@ -8,6 +8,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.profilers import SimpleProfiler
 from torch import Tensor, nn
 from torchmetrics import CatMetric, MeanMetric, SumMetric
 
@@ -193,3 +194,12 @@ def test_objects_beside_the_module_are_put_back() -> None:
         first = data.on_after_batch_transfer(torch.zeros(1), 0)
     assert (data.count, data.seen) == (0, [0])
     torch.testing.assert_close(data.on_after_batch_transfer(torch.zeros(1), 0), first, rtol=0, atol=0)
+
+
+def test_the_profiler_hears_nothing() -> None:
+    module, profiler = Draws(), SimpleProfiler()
+    module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, profiler=profiler)
+    with quiet(module), module.trainer.profiler.profile("step"):
+        pass
+    assert not profiler.recorded_durations
+    assert module.trainer.profiler is profiler

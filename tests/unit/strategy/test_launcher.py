@@ -87,19 +87,23 @@ def test_a_rank_that_dies_ends_this_process_while_its_job_runs(
     killed: list[int] = []
     hydra_is_at("0")
     launcher = _launcher()
-    launcher.launch(lambda: None)
+    # Without an observer of its own, which would end the tests.
+    launcher._call_children_scripts()
     observer = launching._Observer(launcher)
+    assert not observer._run()
     with monkeypatch.context() as patch:
+        launcher.procs[0].kill()
+        launcher.procs[0].wait()
         patch.setattr("os.kill", lambda pid, signal: killed.append(pid))
-        observer._terminate_all()
-        assert killed == [launcher.procs[0].pid, os.getpid()]
+        assert observer._run()
+        assert killed == [os.getpid()]
         # A sweep goes on after a job that has ended, and what has failed here tells it.
         hydra_is_at("1")
-        observer._terminate_all()
+        assert observer._run()
         hydra_is_at("0")
         launcher.failed = True
-        observer._terminate_all()
-    assert len(killed) == 2
+        assert observer._run()
+    assert len(killed) == 1
 
 
 @pytest.mark.parametrize(
