@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.wrappers import Running
 
 from lightning_3d import Mesh3DPrecision, Mesh3DStrategy
 from lightning_3d.errors import BatchError
@@ -48,6 +49,8 @@ class Everything(Plain):
         stages = ("train", "val", "test")
         self.accuracy = nn.ModuleDict({f"of_{stage}": MulticlassAccuracy(CLASSES, average="micro") for stage in stages})
         self.mean = nn.ModuleDict({f"of_{stage}": MeanMetric() for stage in stages})
+        self.total = nn.ModuleDict({f"of_{stage}": SumMetric() for stage in stages})
+        self.last = nn.ModuleDict({f"of_{stage}": Running(SumMetric(), window=2) for stage in stages})
         self.names: list[str] = []
 
     def step(self, batch: Any, stage: str) -> dict[str, Any]:
@@ -66,6 +69,11 @@ class Everything(Plain):
         self.log(f"{stage}_accuracy", accuracy, **both)
         mean.update(each)
         self.log(f"{stage}_metric", mean, on_step=False, on_epoch=True)
+        total, last = self.total[f"of_{stage}"], self.last[f"of_{stage}"]
+        total(each.sum())
+        self.log(f"{stage}_total", total, **both)
+        last.update(each.sum())
+        self.log(f"{stage}_last", last, on_step=False, on_epoch=True)
         pair = (each.detach().mean(), logits.argmax(dim=1))
         return {"loss": each.mean(), "logits": logits, "pair": pair, "nothing": None, "names": batch["names"]}
 
