@@ -55,11 +55,13 @@ def _silent(*args: Any, **kwargs: Any) -> None:
 
 
 def _mute(trainer: Trainer) -> Callable[[], None]:
-    loggers, profiler = trainer.loggers, trainer.profiler
-    trainer.loggers, trainer.profiler = [DummyLogger() for _ in loggers], PassThroughProfiler()
+    # Lightning gives a Trainer its profiler without saying so in the class.
+    told: Any = trainer
+    loggers, profiler = told.loggers, told.profiler
+    told.loggers, told.profiler = [DummyLogger() for _ in loggers], PassThroughProfiler()
 
     def hear() -> None:
-        trainer.loggers, trainer.profiler = loggers, profiler
+        told.loggers, told.profiler = loggers, profiler
 
     return hear
 
