@@ -86,9 +86,9 @@ class Expected:
     def _data(self) -> Traffic:
         pipeline = self.plan.pipeline
         assert pipeline is not None
-        # The number of micro-batches and of new kinds, that data ranks agree on, and the loss that the step logs.
+        # The number of micro-batches and of new kinds, that data ranks agree on. What is logged meets after the step.
         total = Traffic(
-            rows=(TrafficRow(operation="all_reduce", axis=DATA, group_size=DEGREE, calls=2, payload=2 * 8 + 8),)
+            rows=(TrafficRow(operation="all_reduce", axis=DATA, group_size=DEGREE, calls=1, payload=2 * 8),)
         )
         managed: set[str] = set()
         here = {stage.index for stage in pipeline.stages_of(self.rank)}
