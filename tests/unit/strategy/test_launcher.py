@@ -30,6 +30,7 @@ def hydra_is_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Non
     for name in launching._LAUNCH_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(launching, "rank_command", lambda: (_SLEEP, None))
+    monkeypatch.setattr(launching, "_SECONDS_TO_DIE", 0.1)
     yield lambda job: monkeypatch.setattr(launching, "hydra_job", lambda: (job,))
     launching._job_here().end(failed=True)
 
