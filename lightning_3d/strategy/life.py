@@ -110,9 +110,7 @@ def apply_module(
     if spec.tensor > 1:
         share_gradient_hooks(module, run.world_group)
     plan = _planned(module, run, spec=spec, config=config, casts=precision.shards_cast, step=step)
-    proof = None
-    if plan.tensor is not None and step is not None:
-        proof = agreed_proof(module, plan.tensor, step, tape, run.world_group)
+    proof = _proved(module, run, plan, tape=tape, step=step)
     copies = ModuleCopies(module, run.world_group, run.data_group)
     engine = apply_plan(
         module,
@@ -142,6 +140,14 @@ def apply_module(
         presence=presence,
         pipeline_report=None if step is None else _pipeline_report(plan, step.microbatches, module),
     )
+
+
+def _proved(
+    module: LightningModule, run: RunOnMesh, plan: Plan, *, tape: InitTape | None, step: FirstStep | None
+) -> Proof | Skipped | None:
+    if plan.tensor is None or step is None:
+        return None
+    return agreed_proof(module, plan.tensor, step, tape, run.world_group)
 
 
 def _check(
