@@ -102,16 +102,14 @@ def apply_module(
 
     Raises:
         ConfigError: Blocks are to be compiled, and the machine cannot.
-        ModuleError: The module is cut already, or lies on the meta device without a recording.
+        ModuleError: It is cut already, or on the meta device without a recording.
     """
     _check(module, run.device, spec=spec, config=config, tape=tape)
     beside = kept_beside(getattr(module._trainer, "callbacks", ()), module)
     precision.convert_module(module)
-    if spec.tensor > 1:
-        share_gradient_hooks(module, run.world_group)
     plan = _planned(module, run, spec=spec, config=config, casts=precision.shards_cast, step=step)
-    proof = _proved(module, run, plan, tape=tape, step=step)
     copies = ModuleCopies(module, run.world_group, run.data_group)
+    proof = _proved(module, run, plan, tape=tape, step=step)
     engine = apply_plan(
         module,
         plan,
@@ -171,6 +169,8 @@ def _planned(
     casts: bool,
     step: FirstStep | None,
 ) -> Plan:
+    if spec.tensor > 1:
+        share_gradient_hooks(module, run.world_group)
     # Manual optimization runs backward inside the step, which only an engine of units can follow.
     inside = not module.automatic_optimization and spec.data > 1
     return agreed_plan(make_plan(module, spec, config, casts=casts, backward_inside=inside, step=step), run.world_group)
