@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_3d.errors import ModuleError
 from lightning_3d.units import format_bytes, format_count
 
 
@@ -105,3 +106,21 @@ def marks_kept(module: nn.Module) -> Iterator[None]:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         present = vars(parameter)
         present.update({mark: value for mark, value in marks.get(name, {}).items() if mark not in present})
+
+
+def refuse_accumulation_hooks(name: str, parameter: nn.Parameter) -> None:
+    """Refuses a hook that waits for the accumulated gradient of a parameter that is about to be divided.
+
+    Args:
+        name: The parameter's.
+        parameter: It, still whole.
+
+    Raises:
+        ModuleError: It has one.
+    """
+    if parameter._post_accumulate_grad_hooks:
+        raise ModuleError(
+            f"parameter '{name}' has a hook that runs when its gradient has accumulated, set before the parameter was "
+            "divided among the ranks.",
+            fix="register it in configure_optimizers or on_fit_start, or use on_before_optimizer_step",
+        )

@@ -211,3 +211,20 @@ def strategy_in_callbacks(here: Here) -> Seen:
         "zero": (trainer.is_global_zero, trainer.strategy.is_global_zero) == (here.rank == 0, here.rank == 0),
     }
     return {"answers": asks.answers, "places": places, "directory": str(trainer.log_dir) == str(here.directory)}
+
+
+class Hooked(Module):
+    """Masks a gradient and scales another, by hooks that it sets when it is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mask = torch.ones_like(self.net.head.weight)
+        mask[0] = 0
+        self.net.head.weight.register_hook(lambda gradient: gradient * mask)
+        self.net.blocks[1].up.weight.register_hook(lambda gradient: gradient / 2)
+
+
+def gradient_hooks(here: Here) -> Seen:
+    trainer = here.trainer(accumulate_grad_batches=2, max_epochs=2)
+    trainer.fit(Hooked(), Data(here))
+    return {"weights": weights(trainer)}

@@ -72,6 +72,7 @@ _OTHERS = (
     Feature(name="BasePredictionWriter", program=programs.prediction_writer, always=(CUBE,)),
     Feature(name="LambdaCallback", program=programs.lambdas),
     Feature(name="trainer.strategy in callbacks", program=programs.strategy_in_callbacks, always=(CUBE,)),
+    Feature(name="register_hook of parameters", program=programs.gradient_hooks, always=(DATA_3,)),
     Feature(name="order of all hooks", program=hooks.order, always=(CUBE,)),
     Feature(name="order of all hooks in a resumed run", program=hooks.order_when_resumed),
 )

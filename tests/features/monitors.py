@@ -301,4 +301,5 @@ def pytorch_profiler(here: Here) -> Seen:
 
 
 def _span(name: str) -> str:
-    return re.sub(r"(SingleDevice|Mesh3D)Strategy", "Strategy", name)
+    """A span; torch gives a module that it shards another name."""
+    return re.sub(r"(SingleDevice|Mesh3D)Strategy", "Strategy", name).replace("FSDPModule", "Module")

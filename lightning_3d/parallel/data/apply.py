@@ -13,7 +13,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from lightning_3d.graph.parameters import marks_kept
 from lightning_3d.parallel.data.ddp import DDPEngine
+from lightning_3d.parallel.data.door import units_of
 from lightning_3d.parallel.data.engine import DataEngine, PlainEngine
+from lightning_3d.parallel.data.hooks import GradientHooks
 from lightning_3d.parallel.data.plan import DataPlan, ShardUnit, stage_units
 from lightning_3d.parallel.data.scalars import ScalarGradients, scalar_parameters
 from lightning_3d.parallel.data.stages import StageEngine
@@ -44,12 +46,14 @@ def apply_data(
     assert mesh is not None, "every other engine reduces over a data axis"
     if plan.engine == "ddp":
         return DDPEngine(module, mesh)
+    hooks = GradientHooks(module)
     scalars = scalar_parameters(module)
     stage, cast = ZeroStage(stage=plan.zero_stage), policy or MixedPrecisionPolicy()
     shard = _sharder(plan, mesh, whole=set(scalars))
     with marks_kept(module):
         _shard_units(module, plan.units, shard, stage, cast)
         root = shard(module, False, cast)
+    hooks.carry(units_of(root))
     return UnitEngine(
         root,
         stage,
@@ -84,6 +88,7 @@ def apply_stage_data(
     assert mesh is not None, "every other engine reduces over a data axis"
     assert plan.engine != "ddp", "DDP serves one forward for each backward in turn, schedules several"
     scalars = list(dict.fromkeys(scalar for stage in stages.values() for scalar in scalar_parameters(stage)))
+    hooks = GradientHooks(module)
     zero, cast = ZeroStage(stage=plan.zero_stage), policy or MixedPrecisionPolicy()
     # What goes from stage to stage is computed already; the engine casts the inputs of a step.
     root_cast = replace(cast, cast_forward_inputs=False)
@@ -97,6 +102,7 @@ def apply_stage_data(
             _shard_units(module, units, shard, zero, cast)
             roots.append(shard(stages[index], False, root_cast))
             managed = managed | set(stages[index].parameters())
+    hooks.carry(unit for root in roots for unit in units_of(root))
     assert _places(module) == before, "a stage registers every place of its parameters"
     return StageEngine(roots, zero, scalars=ScalarGradients(scalars, mesh), cast=cast.param_dtype)
 

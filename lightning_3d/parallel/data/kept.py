@@ -30,7 +30,7 @@ class KeptUnits:
 
     def __init__(self, units: Sequence[FSDPModule]) -> None:
         # Modules that were given to FSDP2 together are one unit.
-        self._groups: dict[int, ParameterGroup] = {id(group): group for unit in units for group in _groups_of(unit)}
+        self._groups: dict[int, ParameterGroup] = {id(group): group for unit in units for group in groups_of(unit)}
         self._versions: dict[int, list[Hashable]] = {}
 
     def hide(self) -> None:
@@ -47,7 +47,7 @@ class KeptUnits:
         Args:
             units: Whose; None for all.
         """
-        groups = self._groups.values() if units is None else (group for unit in units for group in _groups_of(unit))
+        groups = self._groups.values() if units is None else (group for unit in units for group in groups_of(unit))
         for group in groups:
             if group.is_unsharded and not _is_shown(group):
                 for parameter in group.fsdp_params:
@@ -83,7 +83,8 @@ class KeptUnits:
         self.show([unit])
 
 
-def _groups_of(unit: FSDPModule) -> Sequence[ParameterGroup]:
+def groups_of(unit: FSDPModule) -> Sequence[ParameterGroup]:
+    """Returns what FSDP2 gathers together; modules that it was given together have the same."""
     return unit._get_fsdp_state()._fsdp_param_groups
 
 

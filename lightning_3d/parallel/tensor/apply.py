@@ -11,8 +11,7 @@ from torch._prims_common import make_contiguous_strides_for as contiguous_stride
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.errors import ModuleError
-from lightning_3d.graph.parameters import marks_kept
+from lightning_3d.graph.parameters import marks_kept, refuse_accumulation_hooks
 from lightning_3d.parallel.tensor.reading.aliases import Place, find_aliases
 from lightning_3d.parallel.tensor.reading.leaves import Activity, ClassKey, Hook, Reading, Slot, swap_class
 from lightning_3d.parallel.tensor.reading.state import TensorState
@@ -93,12 +92,7 @@ def _owned(module: nn.Module) -> dict[int, _Owned]:
 
 def _reading(parameter: _Owned, layout: Layout | None, partial: Collection[str]) -> Reading:
     name, whole = parameter.names[0], parameter.places[0].parameter
-    if whole._post_accumulate_grad_hooks:
-        raise ModuleError(
-            f"parameter '{name}' has a hook that runs when its gradient has accumulated, set before the parameter was "
-            "cut over the tensor-parallel ranks.",
-            fix="register it in configure_optimizers or on_fit_start, or use on_before_optimizer_step",
-        )
+    refuse_accumulation_hooks(name, whole)
     hooks: tuple[Hook, ...] = tuple((whole._backward_hooks or {}).values())
     # A hook must see a whole gradient.
     return Reading(layout=layout, partial=name in partial and layout is None and not hooks, hooks=hooks)
