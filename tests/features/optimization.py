@@ -320,6 +320,6 @@ FEATURES: tuple[Feature, ...] = (
     Feature(name="lr_scheduler_step overridden", program=own_scheduler_step),
     Feature(name="frozen parts", program=frozen),
     Feature(name="adapters as in LoRA, and their checkpoint", program=adapters, always=(CUBE,)),
-    Feature(name="BaseFinetuning", program=finetuning),
+    Feature(name="BaseFinetuning", program=finetuning, always=(CUBE,)),
     Feature(name="BackboneFinetuning", program=backbone),
 )
