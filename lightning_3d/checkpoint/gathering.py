@@ -26,7 +26,14 @@ from lightning_3d.shards.presence import Presence
 Path: TypeAlias = tuple[Any, ...]
 
 
-def gather_whole(value: Any, keep: bool, gathered: dict[int, Tensor | None], presence: Presence | None = None) -> Any:
+def gather_whole(
+    value: Any,
+    keep: bool,
+    gathered: dict[int, Tensor | None],
+    presence: Presence | None = None,
+    *,
+    required: bool = True,
+) -> Any:
     """Returns ``value`` with every tensor in it whole and on CPU, one after the other.
 
     Args:
@@ -34,12 +41,13 @@ def gather_whole(value: Any, keep: bool, gathered: dict[int, Tensor | None], pre
         keep: Whether this rank wants the tensors; others get None in their place.
         gathered: What is already whole, by identity, so that tied tensors stay one.
         presence: The ranks of the pipeline, which have each other's absent tensors.
+        required: Some rank must have values of each tensor; else None stands in the place of those that none has.
 
     Raises:
-        CheckpointError: On every rank of the pipeline, if none of them has values of a tensor.
+        CheckpointError: On every rank of the pipeline, if none of them has values of a required tensor.
     """
     if presence is not None:
-        gathered |= _sent(value, keep, gathered, presence)
+        gathered |= _sent(value, keep, gathered, presence, required=required)
     return _gathered(value, keep, gathered)
 
 
@@ -98,16 +106,14 @@ def gather_named(tensors: Mapping[str, Tensor], presence: Presence | None) -> di
         presence: See :func:`gather_whole`.
     """
     if presence is None:
-        known = {name: tensor for name, tensor in tensors.items() if not is_absent(tensor)}
-    else:
-        here = {name for name, tensor in tensors.items() if not is_absent(tensor)}
-        anywhere = set().union(*gather(presence.group, here))
-        known = {name: tensor for name, tensor in tensors.items() if name in anywhere}
-    whole: dict[str, Tensor] = gather_whole(known, True, {}, presence)
-    return whole
+        tensors = {name: tensor for name, tensor in tensors.items() if not is_absent(tensor)}
+    found: dict[str, Tensor | None] = gather_whole(dict(tensors), True, {}, presence, required=False)
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def _sent(value: Any, keep: bool, known: Mapping[int, Tensor | None], presence: Presence) -> dict[int, Tensor | None]:
+def _sent(
+    value: Any, keep: bool, known: Mapping[int, Tensor | None], presence: Presence, *, required: bool
+) -> dict[int, Tensor | None]:
     """Returns the tensors, by identity, that are absent on some rank, from the first rank that has each."""
     leaves: dict[Path, Tensor] = {}
     seen = set(known)
@@ -124,9 +130,9 @@ def _sent(value: Any, keep: bool, known: Mapping[int, Tensor | None], presence: 
         if None not in of_ranks.values():
             continue
         source, form = next(((rank, form) for rank, form in of_ranks.items() if form is not None), (0, None))
-        if form is None:
+        if form is None and required:
             raise _nowhere(path)
-        whole = _from(source, leaves.get(path), form, wanted, presence)
+        whole = None if form is None else _from(source, leaves.get(path), form, wanted, presence)
         if path in leaves:
             found[id(leaves[path])] = whole.cpu() if keep and whole is not None else None
     return found

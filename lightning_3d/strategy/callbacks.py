@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -158,8 +159,7 @@ def _write_nothing(writer: BasePredictionWriter) -> Callable[[], None]:
         write(trainer, module, nothing if len(nothing) > 1 else [], nothing)
 
     write = writer.write_on_epoch_end
-    put_back = (
-        shadow(writer, "write_on_batch_end", lambda *_: None),
-        shadow(writer, "write_on_epoch_end", on_epoch_end),
-    )
-    return lambda: [each() for each in put_back].clear()
+    at_end = ExitStack()
+    at_end.callback(shadow(writer, "write_on_batch_end", lambda *_: None))
+    at_end.callback(shadow(writer, "write_on_epoch_end", on_epoch_end))
+    return at_end.close

@@ -70,7 +70,7 @@ class SavingStrategy(MeshStrategy):
             CheckpointError: No rank has values of it.
         """
         applied = self._module_on_mesh
-        held = unknown() if tensor is None else as_saved(tensor.detach(), applied.layouts.get(canonical(name)))
+        held = _held(name, tensor, applied)
         found: Tensor = gather_whole({name: held}, True, {}, applied.presence)[name]
         return found.to(self.root_device if tensor is None or is_absent(held) else tensor.device)
 
@@ -84,10 +84,7 @@ class SavingStrategy(MeshStrategy):
             tensors: By the names of their parameters, as this rank holds them.
         """
         applied = self._module_on_mesh
-        held = {
-            name: unknown() if tensor is None else as_saved(tensor.detach(), applied.layouts.get(canonical(name)))
-            for name, tensor in tensors.items()
-        }
+        held = {name: _held(name, tensor, applied) for name, tensor in tensors.items()}
         whole = gather_named(held, applied.presence)
         here = {name: self.root_device if is_absent(value) else value.device for name, value in held.items()}
         return {name: tensor.to(here[name]) for name, tensor in whole.items()}
@@ -229,3 +226,8 @@ class SavingStrategy(MeshStrategy):
         own = self._own_io
         if own is not None and self._run is not None:
             self._run.checkpoints.finish(own)
+
+
+def _held(name: str, tensor: Tensor | None, applied: AppliedModule) -> Any:
+    """What this rank has of a parameter's tensor, as a checkpoint holds it."""
+    return unknown() if tensor is None else as_saved(tensor.detach(), applied.layouts.get(canonical(name)))

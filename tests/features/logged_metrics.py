@@ -25,7 +25,7 @@ from torchmetrics.wrappers import ClasswiseWrapper, Running
 from tests.features.here import Here
 from tests.features.logged_values import Uneven
 from tests.features.modules import CLASSES, Module
-from tests.features.shown import every_loop
+from tests.features.shown import Staged, every_loop
 from tests.features.table import Seen
 
 
@@ -38,7 +38,7 @@ def of_classes() -> dict[str, Metric]:
     }
 
 
-class Objects(Module):
+class Objects(Staged):
     """Logs metrics as objects, which Lightning computes and resets."""
 
     def __init__(self) -> None:
@@ -72,15 +72,6 @@ class Objects(Module):
         kinds["together"].update(logits, targets)
         self.log_dict(kinds["together"], on_step=False, on_epoch=True)
         return each.mean()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.shared("train", batch)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.shared("val", batch)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.shared("test", batch)
 
 
 def objects(here: Here) -> Seen:

@@ -15,13 +15,13 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from tests.features.here import Here
 from tests.features.modules import CLASSES, Data, Module, Samples
-from tests.features.shown import every_loop
+from tests.features.shown import Staged, every_loop
 from tests.features.table import Seen
 
 # ---- scalars ----
 
 
-class Scalars(Module):
+class Scalars(Staged):
     """Logs scalars with every reduction, in every stage.
 
     Args:
@@ -45,15 +45,6 @@ class Scalars(Module):
         self.log(f"{stage}_epoch", each.mean(), on_step=False, on_epoch=True, sync_dist=self.sync)
         self.log(f"{stage}_step", each.mean(), on_step=True, on_epoch=False, sync_dist=self.sync, logger=False)
         return each.mean()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.shared("train", batch)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.shared("val", batch)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.shared("test", batch)
 
 
 def scalars(here: Here) -> Seen:

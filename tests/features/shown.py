@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers.logger import Logger
+from torch import Tensor
 
 from tests.features.here import Here
 from tests.features.modules import Data, Module
@@ -20,6 +21,22 @@ def now(trainer: Trainer) -> dict[str, dict[str, float]]:
         "bar": trainer.progress_bar_metrics,
     }
     return {kind: {name: float(value) for name, value in values.items()} for kind, values in shown.items()}
+
+
+class Staged(Module):
+    """Does the same in every stage: ``shared`` logs, and returns the loss."""
+
+    def shared(self, stage: str, batch: Any) -> Tensor:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.shared("train", batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.shared("val", batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.shared("test", batch)
 
 
 class Sees(Callback):
