@@ -37,19 +37,20 @@ _MANUAL = dict.fromkeys(_ON_PIPELINES, "automatic_optimization=False, and with p
 
 
 def optimizer(make: Callable[[Iterable[Any]], Optimizer], here: Here) -> Seen:
-    return fitted(here, Configured(lambda module: make(module.parameters())), gradient_clip_val=0.5)
+    return fitted(here, Configured(partial(_made, make, {})), gradient_clip_val=0.5)
 
 
 def torch_optimizer(name: str, options: dict[str, Any], here: Here) -> Seen:
-    make = getattr(torch.optim, name)
-    return fitted(here, Configured(lambda module: make(module.parameters(), **options)), gradient_clip_val=0.5)
+    return fitted(here, Configured(partial(_made, getattr(torch.optim, name), options)), gradient_clip_val=0.5)
 
 
 def line_search(here: Here) -> Seen:
-    return fitted(
-        here,
-        Configured(lambda module: torch.optim.LBFGS(module.parameters(), max_iter=3, line_search_fn="strong_wolfe")),
-    )
+    options = {"max_iter": 3, "line_search_fn": "strong_wolfe"}
+    return fitted(here, Configured(partial(_made, torch.optim.LBFGS, options)))
+
+
+def _made(make: Callable[..., Optimizer], options: dict[str, Any], module: Module) -> Optimizer:
+    return make(module.parameters(), **options)
 
 
 def groups_by_name(module: Module) -> Any:

@@ -8,6 +8,15 @@ from tests.features.catalog import FEATURES
 from tests.features.here import MESHES, Mesh
 from tests.features.table import Feature, Reference, prove, quick_cells
 
+# Lightning's advice against what some rows do, which one device is given too.
+_ADVICE = (
+    "You defined a `validation_step` but have no `val_dataloader`",
+    "Your `.*_dataloader`'s sampler has shuffling enabled",
+    "Your `IterableDataset` has `__len__` defined",
+    "Trying to infer the `batch_size` from an ambiguous collection",
+)
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{text}:UserWarning") for text in _ADVICE]
+
 
 @pytest.fixture(scope="module")
 def reference() -> Reference:
