@@ -59,6 +59,10 @@ class ModuleError(Lightning3DError, ValueError):
     """The user's LightningModule does something that this mesh cannot run."""
 
 
+class PartError(ModuleError):
+    """Something needs the whole of a parameter where each rank has a part."""
+
+
 class PlanError(Lightning3DError, ValueError):
     """A plan names something that the model does not have, or cannot be exact."""
 

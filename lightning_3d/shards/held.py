@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from typing_extensions import Self
 
-from lightning_3d.errors import ModuleError
+from lightning_3d.errors import PartError
 from lightning_3d.shards.layout import Layout
 
 
@@ -217,7 +217,7 @@ class Held:
         end = max((run.start + run.sizes[self.dim] for run in self.runs), default=0)
         part.narrow(self.dim, end, part.shape[self.dim] - end).zero_()
 
-    def refusal(self, act: str, reason: str = "", *, fix: str | None = None) -> ModuleError:
+    def refusal(self, act: str, reason: str = "", *, fix: str | None = None) -> PartError:
         """Returns the error of what would not be exact.
 
         Args:
@@ -225,7 +225,7 @@ class Held:
             reason: More about it.
             fix: What to do instead.
         """
-        return ModuleError(
+        return PartError(
             f"{act} on parameter '{self.name}', or on its gradient or what was computed from it, of shape "
             f"{tuple(self.shape)}: between steps each rank holds a part of it ({self})."
             + (f" {reason}" if reason else ""),

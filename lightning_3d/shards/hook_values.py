@@ -47,6 +47,9 @@ _VIEWS = frozenset(
     {"__getitem__", "select", "squeeze", "view", "reshape", "view_as", "reshape_as", "unbind", "__get__"}
 )
 
+# Where a DTensor keeps which ranks have its values.
+_LYING = "_mesh_3d_lying"
+
 
 class Holders:
     """Which pipeline ranks have the values of a tensor; all of them, unless it comes from a parameter.
@@ -69,7 +72,7 @@ class Holders:
 
     def of(self, tensor: Tensor) -> Ranks | None:
         """Returns the ranks that have the values of a tensor; None if all have."""
-        known = self._ranks.get(id(tensor)) or self._computed.get(tensor)
+        known = self._ranks.get(id(tensor)) or self._noted(tensor)
         if known is None and isinstance(tensor, Absent):
             return tensor._elsewhere.ranks
         if known is None and type(tensor) is nn.Parameter:
@@ -85,6 +88,10 @@ class Holders:
     def note(self, tensor: Tensor, ranks: Ranks) -> None:
         """Notes where the values of a tensor are."""
         if id(tensor) in self._ranks:
+            return
+        if isinstance(tensor, DTensor):
+            # Not by a weak reference: torch exchanges DTensors in place, as in ``Module.to``, and refuses those with one.
+            vars(tensor)[_LYING] = ranks
             return
         self._computed[tensor] = ranks
         if type(tensor) is Tensor:
@@ -102,7 +109,11 @@ class Holders:
         """Notes that a tensor is where another one is."""
         ranks = self.of(original)
         if ranks is not None:
-            self._computed[copied] = ranks
+            self.note(copied, ranks)
+
+    def _noted(self, tensor: Tensor) -> Ranks | None:
+        found: Ranks | None = vars(tensor).get(_LYING) if isinstance(tensor, DTensor) else self._computed.get(tensor)
+        return found
 
     def tidy(self) -> None:
         """Forgets what is gone."""

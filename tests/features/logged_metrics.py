@@ -67,7 +67,9 @@ class Objects(Staged):
             metric(each)
             self.log(f"{stage}_{name}", metric, on_step=True, on_epoch=True, prog_bar=True)
         for name, metric in kinds["classes"].items():
-            metric(logits.softmax(-1), targets)
+            # A few samples lack some classes, of which there is no curve.
+            count = metric.update if name == "auroc" else metric
+            count(logits.softmax(-1), targets)
             self.log(f"{stage}_{name}", metric, on_step=name != "auroc", on_epoch=True)
         kinds["together"].update(logits, targets)
         self.log_dict(kinds["together"], on_step=False, on_epoch=True)

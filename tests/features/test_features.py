@@ -13,6 +13,7 @@ _ADVICE = (
     "You defined a `validation_step` but have no `val_dataloader`",
     "Your `.*_dataloader`'s sampler has shuffling enabled",
     "Your `IterableDataset` has `__len__` defined",
+    "Be aware that when using `ckpt_path`",
     "Trying to infer the `batch_size` from an ambiguous collection",
 )
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{text}:UserWarning") for text in _ADVICE]

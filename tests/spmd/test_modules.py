@@ -19,6 +19,7 @@ from tests.spmd.fits import Fit, assert_equal_to_one_device, fit, loader, share,
 from tests.spmd.pool import run_spmd
 from tests.spmd.toys import (
     Adapted,
+    Borrows,
     Caller,
     Frozen,
     Heads,
@@ -79,8 +80,9 @@ def test_a_callback_unfreezes_between_epochs() -> None:
         assert trained == 5 * [10] + 5 * [18]
 
 
-def test_penalty_on_all_parameters_is_exact_while_they_are_gathered() -> None:
-    assert_equal_to_one_device(2, *at_every_stage(Regularised, 0, 1, 2), *at_every_stage(RegularisedFirst, 0))
+@pytest.mark.parametrize("make", [Regularised, RegularisedFirst, SometimesRegularised])
+def test_penalty_on_all_parameters_is_exact(make: Any) -> None:
+    assert_equal_to_one_device(2, *at_every_stage(make, 0, 1, 2, 3))
 
 
 def resumed(rank: int, world: int, path: Path) -> list[dict[str, Tensor]]:
@@ -110,14 +112,11 @@ def test_scalars_are_saved_and_resumed(tmp_path: Path) -> None:
         assert all(torch.equal(once[name], again[name]) for name in once)
 
 
-@pytest.mark.parametrize(
-    ("make", "stage"),
-    [(Regularised, 3), (RegularisedFirst, 1), (SometimesRegularised, 1), (SometimesRegularised, 2)],
-)
-def test_parameters_read_outside_their_block_are_a_clear_error(make: Any, stage: int) -> None:
-    run_spmd(refused, 2, at_every_stage(make, stage))
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_parameters_read_outside_their_block_are_a_clear_error(stage: int) -> None:
+    run_spmd(refused, 2, at_every_stage(Borrows, stage))
 
 
 def refused(rank: int, world: int, cases: list[Fit]) -> None:
-    with pytest.raises(ModuleError, match="outside the block that owns it"):
+    with pytest.raises(ModuleError, match="outside the block that owns it, .*\n  valid: attributes of modules"):
         fit(rank, world, *cases)

@@ -95,6 +95,7 @@ class Notices(logging.Handler):
 
 
 def trained(ranks: Ranks, make: Callable[[], LightningModule], graphs: int) -> Any:
+    """Trains with parts that users compiled; ``graphs`` are compiled all the same."""
     torch._dynamo.reset()
     module, notices = make(), Notices()
     names = list(module.state_dict())
@@ -124,7 +125,8 @@ def test_compiled_parts_run_as_they_are(make: Callable[[], LightningModule]) -> 
 # Inductor imports parts of torch that call themselves old.
 @pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
 def test_blocks_are_compiled_instead() -> None:
-    seen_alike(partial(trained, make=wrapped, graphs=1), compile=True)
+    # The blocks are alike: one graph to train, one to evaluate.
+    seen_alike(partial(trained, make=wrapped, graphs=2), compile=True)
 
 
 def hooked(ranks: Ranks) -> Any:

@@ -174,6 +174,14 @@ class RegularisedFirst(Plain):
         return super().loss(batch) + 0.01 * penalty
 
 
+class Borrows(Plain):
+    """Computes with the weight of a block outside of it."""
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, targets = batch
+        return F.cross_entropy(self.model(F.linear(inputs, self.model.blocks[0].linear.weight)), targets)
+
+
 def classified(count: int, samples: int) -> tuple[Any, ...]:
     """Batches of inputs and classes, in fp64."""
     generator = torch.Generator().manual_seed(1)

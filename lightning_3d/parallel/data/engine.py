@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_3d.errors import ModuleError
+from lightning_3d.errors import ModuleError, PartError
 
 # What torch says when a parameter that is cut meets a plain tensor.
 _MIXED = "mixed torch.Tensor and DTensor"
@@ -90,12 +90,13 @@ def explained() -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:
-        if _MIXED not in str(error):
+    except (PartError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and _MIXED not in str(error):
             raise
+        what = f": {error.fact}" if isinstance(error, PartError) else "."
         raise ModuleError(
-            "the step uses a parameter while it is cut: outside the block that owns it, or from self.parameters() on "
-            "the tensor axis.",
+            "the step uses a parameter while it is cut, outside the block that owns it, or from self.parameters() on "
+            f"the tensor axis{what}",
             valid="attributes of modules (self.layer.weight), at zero_stage 1 and 2 after the block's forward, at 3 "
             "inside it, at 0 anywhere",
             fix="for a penalty on all weights the optimizer's weight_decay; else move the use, or zero_stage=0",
