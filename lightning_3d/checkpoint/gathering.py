@@ -144,7 +144,8 @@ def _from(source: int, leaf: Tensor | None, form: _Form, wanted: bool, presence:
     if source == presence.rank:
         assert leaf is not None, "it has been reported"
         # Its other parts are on ranks whose pipelines may want it, so these gather it in any case.
-        tensor = _whole(leaf).to(presence.device).contiguous()
+        # And not the tensor itself, to whose graph a collective is a change.
+        tensor = _whole(leaf).to(presence.device).contiguous().data
     if not wanted:
         return None
     if tensor is None:

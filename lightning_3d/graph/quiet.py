@@ -50,6 +50,11 @@ def quiet(module: LightningModule, *beside: object, keep_log: bool = False) -> I
         yield
 
 
+def _put(tensor: Tensor, content: Tensor) -> None:
+    # Graphs of earlier steps may hold the tensor, and would take a write that they can see for a change.
+    tensor.data.copy_(content)
+
+
 def _silent(*args: Any, **kwargs: Any) -> None:
     return None
 
@@ -109,7 +114,7 @@ class _Memory:
             self._add_collection(value)
         elif isinstance(value, Tensor):
             if not value.is_meta and not isinstance(value, nn.Parameter):
-                self._restores.append(partial(value.copy_, value.clone()))
+                self._restores.append(partial(_put, value, value.clone()))
         elif self._add_generator(value):
             return
         elif _is_of_the_user(type(value)) and isinstance(getattr(value, "__dict__", None), dict):

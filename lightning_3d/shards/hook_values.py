@@ -145,7 +145,8 @@ class Exchange:
         self._agreed(0.0, act, value, ranks)
         source = min(ranks)
         if self._rank == source:
-            sent = _whole(value).to(self._device).contiguous()
+            # Not the tensor itself, to whose graph a collective is a change.
+            sent = _whole(value).to(self._device).contiguous().data
         else:
             sent = torch.empty(value.shape, dtype=value.dtype, device=self._device)
         # As bytes, which every backend sends.

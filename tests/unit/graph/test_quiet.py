@@ -75,6 +75,20 @@ def test_a_step_leaves_no_trace() -> None:
     assert float(module.mean.compute()) == 3.0
 
 
+def test_graphs_of_earlier_steps_see_no_change() -> None:
+    module = Busy()
+    weight = torch.ones(3, requires_grad=True)
+    softmax = weight.softmax(0)
+    module.seen.append(softmax)
+    with torch.no_grad():
+        module.seen.append(softmax.view(3))
+    with quiet(module):
+        softmax.data.add_(1)
+    assert torch.equal(torch.stack(module.seen[-2:]), torch.full((2, 3), 1 / 3))
+    softmax[0].backward()
+    torch.testing.assert_close(weight.grad, torch.tensor([2.0, -1.0, -1.0]) / 9)
+
+
 def test_no_trace_after_an_error_either() -> None:
     module = Fails()
     with pytest.raises(ZeroDivisionError), quiet(module):
