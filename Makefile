@@ -10,7 +10,7 @@ export PIP_ROOT_USER_ACTION := ignore
 ONE_THREAD = OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-compare test check lint parity features bench docs clean
+.PHONY: help demo demo-compare test test-all check lint parity features bench docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,10 +25,13 @@ demo-compare: $(VENV)/.with-base ## the losses of the demo on its mesh and on on
 	$(ONE_THREAD) $(BIN)/python -m tests.parity.demo
 
 test: lint ## everything that CI runs
+	$(ONE_THREAD) $(BIN)/python -m pytest --numprocesses=2 --dist=worksteal --durations=40 -m "not thorough"
+
+test-all: lint ## the same with more cases of the same kinds, in twice the time
 	$(ONE_THREAD) $(BIN)/python -m pytest --numprocesses=2 --dist=worksteal --durations=40
 
 check: lint ## the fast part of the tests, for each edit
-	$(ONE_THREAD) $(BIN)/python -m pytest -q -m "not (slow or spmd or parity)"
+	$(ONE_THREAD) $(BIN)/python -m pytest -q -m "not (slow or spmd or parity or thorough)"
 
 lint: $(VENV)/.with-test ## format, style and types
 	$(BIN)/ruff format --check .

@@ -90,7 +90,7 @@ class Holders:
         if id(tensor) in self._ranks:
             return
         if isinstance(tensor, DTensor):
-            # Not by a weak reference: torch exchanges DTensors in place, as in ``Module.to``, and refuses those with one.
+            # Not by a weak reference: ``Module.to`` exchanges DTensors in place, and refuses those that have one.
             vars(tensor)[_LYING] = ranks
             return
         self._computed[tensor] = ranks

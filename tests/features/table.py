@@ -14,6 +14,7 @@ import pytest
 
 from tests.features.compare import assert_alike
 from tests.features.here import MESHES, ONE_DEVICE, Here, Mesh
+from tests.marks import more
 from tests.spmd.pool import SpmdError, run_spmd
 
 Seen = Mapping[str, Any]
@@ -31,7 +32,7 @@ class Feature:
         name: What users call it.
         program: Uses the feature, and returns what must be equal everywhere.
         refused: What the error says on meshes, by name, that rightly refuse the feature.
-        always: Meshes on which every test run tries it, beside one in turn.
+        always: Meshes on which test runs try it, beside one in turn; see `quick_cells`.
         close: Largest relative difference of numbers.
         options: More arguments of Mesh3DStrategy.
         note: What a reader of the table should know.
@@ -94,12 +95,16 @@ def _run(rank: int, world: int, feature: Feature, mesh: Mesh, directory: Path) -
     return feature.program(Here(mesh=mesh, rank=rank, directory=directory, options=feature.options))
 
 
-def quick_cells(features: tuple[Feature, ...]) -> list[tuple[Feature, Mesh]]:
-    """Returns a named subset: every third feature on one mesh in turn, and all on those where they are always tried."""
-    found: list[tuple[Feature, Mesh]] = []
+def quick_cells(features: tuple[Feature, ...]) -> list[Any]:
+    """Returns a named subset: every third feature on one mesh in turn, and all on those where they are always tried.
+
+    Every second of these cells is left to thorough runs.
+    """
+    in_turn: list[Any] = []
+    always: list[Any] = []
     for index, feature in enumerate(features):
         number, rest = divmod(index, _EVERY)
-        in_turn = {MESHES[number % (len(MESHES) - 1)].name} if not rest else set()
-        meshes = in_turn | {mesh.name for mesh in feature.always}
-        found += [(feature, mesh) for mesh in MESHES if mesh.name in meshes]
-    return found
+        turn = None if rest else MESHES[number % (len(MESHES) - 1)]
+        in_turn += [(feature, turn)] if turn is not None and turn not in feature.always else []
+        always += [(feature, mesh) for mesh in feature.always]
+    return [more(*cell) if index % 2 else cell for cells in (in_turn, always) for index, cell in enumerate(cells)]

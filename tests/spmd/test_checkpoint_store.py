@@ -27,6 +27,7 @@ from lightning_3d.checkpoint.optimizers import optimizer_state
 from lightning_3d.checkpoint.restore import load_module, load_optimizers, open_checkpoint, restore_random
 from lightning_3d.checkpoint.store import CheckpointState, save
 from lightning_3d.errors import CheckpointError
+from tests.marks import more
 from tests.spmd.pool import run_spmd
 
 pytestmark = pytest.mark.spmd
@@ -162,7 +163,7 @@ def resumes(rank: int, world: int, path: Path, layout: str, kind: str, distribut
     return losses
 
 
-@pytest.mark.parametrize("distributed", [True, False], ids=["directory", "file"])
+@pytest.mark.parametrize("distributed", [True, more(False)], ids=["directory", "file"])
 def test_resumes_in_every_layout(tmp_path: Path, distributed: bool) -> None:
     cases = [
         (2, "plain", "adamw", 2),

@@ -16,6 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_3d import Mesh3DPrecision, Mesh3DStrategy
 from lightning_3d.errors import BatchError
+from tests.marks import more
 from tests.spmd.fits import normal, trainer
 from tests.spmd.pool import run_spmd
 from tests.spmd.toys import CLASSES, WIDTH, Plain
@@ -203,7 +204,7 @@ def streamed(rank: int, world: int, kind: str, stage: int, limit: int | None = N
     return dict(values)
 
 
-@pytest.mark.parametrize("kind", ["stream", "loader"])
+@pytest.mark.parametrize("kind", [more("stream"), "loader"])
 def test_uneven_evaluation_counts_every_sample_once(kind: str) -> None:
     expected = run_spmd(streamed, 1, kind, 0)[0]
     run_spmd(streamed, 2, kind, 3, 4)
@@ -229,7 +230,7 @@ def trained(rank: int, world: int, kind: str, uneven: str, stage: int) -> tuple[
     return run.global_step, run.fit_loop.epoch_loop.total_batch_idx + 1
 
 
-@pytest.mark.parametrize("kind", ["stream", "loader"])
+@pytest.mark.parametrize("kind", ["stream", more("loader")])
 def test_uneven_training_stops_at_the_shortest(kind: str) -> None:
     for stage in (0, 2):
         # 2 epochs of 4 batches, in windows of 3 and 1.

@@ -118,5 +118,5 @@ def test_parameters_read_outside_their_block_are_a_clear_error(stage: int) -> No
 
 
 def refused(rank: int, world: int, cases: list[Fit]) -> None:
-    with pytest.raises(ModuleError, match="outside the block that owns it, .*\n  valid: attributes of modules"):
+    with pytest.raises(ModuleError, match=r"outside the block that owns it, .*\n  valid: attributes of modules"):
         fit(rank, world, *cases)

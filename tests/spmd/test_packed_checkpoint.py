@@ -14,6 +14,7 @@ from lightning_3d.checkpoint.packed import PackedTensor
 from lightning_3d.checkpoint.restore import load_module, load_module_state, open_checkpoint, read_module_state
 from lightning_3d.errors import CheckpointError
 from lightning_3d.mesh.spec import MeshSpec
+from tests.marks import more
 from tests.spmd.packed import TIED, mesh_of
 from tests.spmd.pool import run_spmd
 from tests.spmd.saved import ALONE, Run, build, equal, trained
@@ -49,7 +50,7 @@ def goes_on(rank: int, path: Path, spec: MeshSpec) -> None:
     run.check(STEPS + 1)
 
 
-FORMATS = pytest.mark.parametrize("distributed", [True, False], ids=["directory", "file"])
+FORMATS = pytest.mark.parametrize("distributed", [True, more(False)], ids=["directory", "file"])
 
 
 @FORMATS

@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from lightning_3d.counters import CollectiveCounter
+from tests.marks import more
 from tests.parity.models import LENGTH, VOCABULARY, NextToken
 from tests.parity.tensor_models import PackedGPT
 from tests.spmd.fits import loader
@@ -92,7 +93,7 @@ def _counted(world: int, case: Case) -> list[int]:
     return counts.calls
 
 
-@pytest.mark.parametrize(("world", "cases"), [(2, FEW), (4, MANY)], ids=["two", "four"])
+@pytest.mark.parametrize(("world", "cases"), [(2, FEW), more(4, MANY)], ids=["two", "four"])
 def test_micro_batches_leave_sums_to_the_optimizer_step(world: int, cases: tuple[Case, ...]) -> None:
     # Two forward and two backward in each block; the embedding, the head's input, two in the loss.
     expected = 4 * LAYERS + 4

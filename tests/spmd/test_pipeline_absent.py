@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
 from lightning_3d import ModuleError
+from tests.marks import more
 from tests.spmd.pipeline_watched import TWO, samples
 from tests.spmd.pool import run_spmd
 from tests.spmd.tensor_runs import Ranks, seen_alike
@@ -103,7 +104,7 @@ def served(ranks: Ranks, orthogonal: bool) -> Any:
     return seen
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [0, more(1)])
 def test_what_needs_no_values_gives_what_one_device_gives(zero: int) -> None:
     seen_alike(partial(served, orthogonal=not zero), 4 if zero else 2, timeout=200, zero_stage=zero, **TWO)
 
@@ -227,7 +228,7 @@ def metrics(module: Plain) -> dict[str, float]:
     return {name: float(value) for name, value in module.trainer.callback_metrics.items()}
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [0, more(1)])
 def test_numbers_come_from_the_ranks_that_have_them(zero: int) -> None:
     seen_alike(read, 4 if zero else 2, timeout=200, zero_stage=zero, **TWO)
 

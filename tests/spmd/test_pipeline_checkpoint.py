@@ -26,6 +26,7 @@ from lightning_3d.errors import CheckpointError
 from lightning_3d.initial.broadcast import BufferBroadcast
 from lightning_3d.mesh.spec import MeshSpec
 from lightning_3d.strategy.optimizers import AbsentParameters
+from tests.marks import more
 from tests.spmd.packed import TIED, mesh_of
 from tests.spmd.pool import run_spmd
 from tests.spmd.saved import ALONE, Run, build, stepped_by, trained
@@ -88,7 +89,7 @@ def same_elsewhere(before: Any, after: Any) -> None:
 
 
 @FORMATS
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, more(4)])
 def test_saved_on_one_mesh_and_loaded_on_another(tmp_path: Path, world: int, distributed: bool) -> None:
     run_spmd(exchanges, world, tmp_path, distributed)
     assert {path.name for path in tmp_path.iterdir()} == {f"{number}.ckpt" for number in range(len(ROUTES[world]))}

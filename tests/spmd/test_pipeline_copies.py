@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.marks import more
 from tests.spmd.tensor_runs import Scenario, seen_alike
 from tests.spmd.test_resting import gpt2_data, packed_in_place, packed_lerp, written
 
@@ -20,7 +21,7 @@ WORLDS = {"pipeline": 2, "pipeline x tensor": 4, "pipeline x data": 4}
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("scenario", [packed_lerp, gpt2_data], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("scenario", [packed_lerp, more(gpt2_data)], ids=lambda each: each.__name__)
 def test_averages_follow_the_weights(scenario: Scenario, mesh: str) -> None:
     seen_alike(scenario, WORLDS[mesh], timeout=90, **MESHES[mesh])
 

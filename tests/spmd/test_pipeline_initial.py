@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_3d import Mesh3DPrecision, Mesh3DStrategy
+from tests.marks import more
 from tests.spmd.fits import QUIET, loader, share
 from tests.spmd.pool import run_spmd
 from tests.spmd.speaker import Late, Speaker, words
@@ -69,7 +70,7 @@ MESHES: tuple[tuple[int, dict[str, Any]], ...] = (
 )
 
 
-@pytest.mark.parametrize("kind", [Late, Speaker])
+@pytest.mark.parametrize("kind", [more(Late), Speaker])
 def test_initial_values_are_those_of_one_device(kind: type[Speaker]) -> None:
     ((expected, absent),) = run_spmd(fitted, 1, kind, 5, {}, timeout=90)
     assert not absent

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_3d import Mesh3DPrecision, Mesh3DStrategy
+from tests.marks import more
 from tests.spmd.fits import QUIET, loader, share
 from tests.spmd.pool import run_spmd
 from tests.spmd.speaker import Speaker, words
@@ -108,7 +109,7 @@ def saved_and_resumed(tmp_path: Path, source: Any, target: Any, worlds: tuple[in
         assert_same(found, longer, f"rank {rank}")
 
 
-@pytest.mark.parametrize("distributed", [True, False], ids=["directory", "file"])
+@pytest.mark.parametrize("distributed", [True, more(False)], ids=["directory", "file"])
 @pytest.mark.parametrize(
     ("source", "target", "worlds"),
     [

@@ -14,6 +14,7 @@ from lightning_3d.parallel.pipeline.cost import pipeline_traffic
 from lightning_3d.parallel.pipeline.plan import PipelinePlan
 from lightning_3d.parallel.pipeline.schedule.actions import rank_actions
 from lightning_3d.parallel.pipeline.schedule.simulate import ideal_bubble, simulate
+from tests.marks import more
 from tests.spmd.pipeline_nets import Net, Pipeline, batch_of
 from tests.spmd.pipeline_odd_nets import Skips, Slow, SometimesSkips
 from tests.spmd.pool import run_spmd
@@ -28,7 +29,7 @@ def counts(rank: int, world: int, schedule: str) -> None:
     assert pipeline.runs.recorded == [(2, 3, 6)], "one kind of input is recorded once"
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [more(2), 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_any_number_of_microbatches(schedule: str, ranks: int) -> None:
     run_spmd(counts, ranks, schedule)
@@ -69,7 +70,7 @@ def mixed(rank: int, world: int) -> None:
             pipeline.evaluate(batch_of(2, 5, 4))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, more(4)])
 def test_microbatches_of_a_step_differ(ranks: int) -> None:
     run_spmd(mixed, ranks, timeout=120)
 
@@ -88,7 +89,7 @@ def evaluations(rank: int, world: int) -> None:
         pipeline.evaluate(batch_of(3, 3, 3, 3))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, more(4)])
 def test_evaluations_between_trainings(ranks: int) -> None:
     run_spmd(evaluations, ranks, timeout=120)
 

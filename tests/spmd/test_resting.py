@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.marks import more
 from tests.parity.models import NextToken
 from tests.parity.tensor_models import TENSOR_MODELS, PackedGPT
 from tests.spmd.fits import loader
@@ -96,7 +97,7 @@ def test_averages_by_hand(scenario: Scenario) -> None:
     seen_alike(scenario)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, more(3)])
 @pytest.mark.parametrize("scenario", [packed_lerp, gpt2_data], ids=lambda each: each.__name__)
 def test_averages_by_hand_beside_the_data_axis(scenario: Scenario, stage: int) -> None:
     seen_alike(scenario, 4, tensor_parallel_size=2, zero_stage=stage)
@@ -137,12 +138,12 @@ def test_written_in_hooks() -> None:
     seen_alike(written)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [more(1), 3])
 def test_written_in_hooks_beside_the_data_axis(stage: int) -> None:
     seen_alike(written, 4, tensor_parallel_size=2, zero_stage=stage)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, more(2), 3])
 def test_written_in_hooks_on_the_data_axis(stage: int) -> None:
     seen_alike(written, 2, tensor_parallel_size=1, zero_stage=stage)
 

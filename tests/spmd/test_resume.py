@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_3d import Mesh3DPrecision, Mesh3DStrategy
+from tests.marks import more
 from tests.parity.catalog import build, global_batches
 from tests.parity.measure import whole
 from tests.parity.models import NextToken
@@ -66,8 +67,8 @@ def fit(
 @pytest.mark.parametrize(
     ("options", "precision"),
     [
-        ({"zero_stage": 0}, "32-true"),
-        ({"zero_stage": 1, "num_microbatches": 2}, "16-mixed"),
+        more({"zero_stage": 0}, "32-true"),
+        more({"zero_stage": 1, "num_microbatches": 2}, "16-mixed"),
         ({"zero_stage": 3}, "bf16-master"),
         ({"zero_stage": 2, "save_distributed_checkpoint": False}, "bf16-mixed"),
     ],

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from lightning_3d.strategy.spawning import start_method
+from tests.marks import more
 
 pytestmark = [pytest.mark.spmd, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize("method", ["auto", "spawn"])
+@pytest.mark.parametrize("method", ["auto", more("spawn")])
 def test_what_was_trained_comes_back(method: str) -> None:
     program = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.spmd.notebook", method],

@@ -137,6 +137,7 @@ def test_a_sweep_trains_and_tests_on_each_mesh(first: Path, one_device: list[dic
     assert returned == pytest.approx([returned[0]] * 3, rel=1e-9)
 
 
+@pytest.mark.thorough
 def test_the_program_resumes_from_another_directory(
     project: Path, first: Path, one_device: list[dict[str, float]], tmp_path: Path
 ) -> None:
@@ -151,6 +152,7 @@ def test_the_program_resumes_from_another_directory(
         _are_of_epoch(job["metrics"], one_device[3])
 
 
+@pytest.mark.thorough
 def test_a_console_script_goes_on_with_all_axes(
     project: Path, first: Path, one_device: list[dict[str, float]], tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from lightning_3d.counters import CollectiveCounter
+from tests.marks import more
 from tests.parity.models import LENGTH, VOCABULARY, NextToken
 from tests.parity.tensor_models import PackedGPT
 from tests.spmd.fits import loader
@@ -141,7 +142,7 @@ def assert_few(case: Case, world: int, two: list[Counts], three: list[Counts]) -
                 assert calls - 2 * expected == outside + (world == 2), f"{case}: {two[at]}"
 
 
-@pytest.mark.parametrize(("world", "cases"), [(2, CASES), (4, BESIDE_DATA)], ids=["alone", "beside the data axis"])
+@pytest.mark.parametrize(("world", "cases"), [(2, CASES), more(4, BESIDE_DATA)], ids=["alone", "beside the data axis"])
 def test_blocks_send_what_megatron_sends(world: int, cases: tuple[Case, ...]) -> None:
     for found in run_spmd(counted, world, cases, timeout=120):
         for case, (two, three) in zip(cases, found, strict=True):

@@ -135,6 +135,7 @@ def hooked(ranks: Ranks) -> Any:
         return ranks.fit(Hooked(PackedGPT()), loader(tokens(2)), loader(tokens(2)))
 
 
+@pytest.mark.thorough
 def test_a_hook_calls_a_compiled_method() -> None:
     seen_alike(hooked)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_3d import Mesh3DPrecision, Mesh3DStrategy
 from lightning_3d.checkpoint.packed import PackedTensor
 from lightning_3d.errors import CheckpointError
+from tests.marks import more
 from tests.parity.catalog import build, global_batches
 from tests.parity.models import NextToken
 from tests.spmd.fits import QUIET, loader, share
@@ -135,7 +136,7 @@ def resumed(
     return found
 
 
-@pytest.mark.parametrize("name", [PACKED, LLAMA])
+@pytest.mark.parametrize("name", [PACKED, more(LLAMA)])
 def test_resumes_on_every_mesh(name: str, tmp_path: Path) -> None:
     first, both = tmp_path / "tensor.ckpt", tmp_path / "both.ckpt"
     (whole,) = run_spmd(trained, 1, name, ALONE, None, epochs=2)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_3d import Mesh3DPrecision, Mesh3DStrategy
+from tests.marks import more
 from tests.parity.catalog import build, global_batches
 from tests.parity.measure import whole
 from tests.spmd.pool import run_spmd
@@ -72,7 +73,7 @@ def fit(rank: int, world: int, options: dict[str, Any], interrupted: bool, direc
 
 @pytest.mark.spmd
 @pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero_stage", [0, 1, more(2), more(3)])
 def test_validation_and_checkpoints_inside_a_window_change_nothing(
     zero_stage: int, microbatches: int, tmp_path: Path
 ) -> None:
