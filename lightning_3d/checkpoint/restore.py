@@ -30,15 +30,12 @@ from lightning_3d.checkpoint.store import FORMAT, META_FILE, MODULE_KEY, OPTIMIZ
 from lightning_3d.checkpoint.tensors import read_tensors, stored_tensors
 from lightning_3d.errors import CheckpointError
 from lightning_3d.graph.parameters import class_name
-from lightning_3d.log import get_logger, info_once
 from lightning_3d.shards.absent import form_of
 from lightning_3d.shards.layout import Layout
 from lightning_3d.shards.presence import Presence
 
 _DAMAGED = "load another checkpoint, this one is damaged"
 _SHOWN = 5
-
-_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +50,7 @@ class StoredCheckpoint:
         optimizer_names: For one of our files, the parameters' names by optimizer and group.
         extra: The module's extra state that is not tensors.
         random: The random states of each rank, or None.
+        places: Where the training loaders were.
         tensors: For a directory, what it holds by flat name; None for a file.
         whole: For a file, the module's state; None for a directory.
     """
@@ -63,6 +61,7 @@ class StoredCheckpoint:
     optimizer_names: list[list[list[str]]] | None
     extra: dict[str, Any]
     random: list[dict[str, Any]] | None
+    places: list[Any]
     tensors: dict[str, TensorStorageMetadata] | None
     whole: dict[str, Any] | None
 
@@ -236,7 +235,7 @@ def load_optimizers(
 
 
 def restore_random(stored: StoredCheckpoint, *, rank: int, world: int, device: torch.device) -> None:
-    """Puts this rank's random states back, if as many ranks saved them; says so otherwise.
+    """Puts this rank's random states back; those of the first rank, if another number of ranks saved them.
 
     Args:
         stored: An opened checkpoint.
@@ -246,10 +245,9 @@ def restore_random(stored: StoredCheckpoint, *, rank: int, world: int, device: t
     """
     if stored.random is None:
         return
-    if len(stored.random) != world:
-        info_once(_log, f"random states of {len(stored.random)} ranks are not put back on {world} ranks")
-        return
-    set_random_state(stored.random[rank], device)
+    # Other ranks begin where the first one was: as in a new run, all draw alike until their data differ.
+    same = len(stored.random) == world
+    set_random_state(stored.random[rank if same else 0], device)
 
 
 def _open_local(path: Path, weights_only: bool) -> StoredCheckpoint:
@@ -269,6 +267,7 @@ def _open_local(path: Path, weights_only: bool) -> StoredCheckpoint:
         optimizer_names=None,
         extra=ours.get("extra", {}),
         random=ours.get("random"),
+        places=ours.get("places", []),
         tensors=tensors,
         whole=None,
     )
@@ -290,6 +289,7 @@ def _of_file(path: Path | str, content: Any) -> StoredCheckpoint:
         optimizer_names=ours.get("optimizers"),
         extra=ours.get("extra", {}),
         random=ours.get("random"),
+        places=ours.get("places", []),
     )
 
 
@@ -306,7 +306,8 @@ def _split_ours(path: Path | str, content: dict[str, Any]) -> tuple[dict[str, An
                 fix="load it with the version that saved it, or a newer one",
             )
         parts = {key: from_plain(*ours[key]) for key in ("optimizers", "extra")}
-        return from_plain(metadata, ours["notes"]), {**parts, "random": ours["random"]}
+        places = from_plain(*ours.get("places", ([], ())))
+        return from_plain(metadata, ours["notes"]), {**parts, "random": ours["random"], "places": places}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"the metadata of {path} are damaged: {error!r}", fix=_DAMAGED) from error
 

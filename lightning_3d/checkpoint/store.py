@@ -52,6 +52,7 @@ class CheckpointState:
         optimizers: From ``optimizers.optimizer_state``, one each; None saves the weights alone.
         random: From ``generators.random_state``, or None.
         presence: The ranks of the pipeline, which have each other's absent tensors; None without one.
+        places: Where the training loaders are, in plain containers.
     """
 
     metadata: Mapping[str, Any]
@@ -59,6 +60,7 @@ class CheckpointState:
     optimizers: Sequence[Mapping[str, Any]] | None
     random: Mapping[str, Any] | None = None
     presence: Presence | None = None
+    places: Sequence[Mapping[str, Any] | None] = ()
 
     @classmethod
     def of(
@@ -67,6 +69,7 @@ class CheckpointState:
         random: Mapping[str, Any] | None = None,
         layouts: Mapping[str, Layout] = NO_LAYOUTS,
         presence: Presence | None = None,
+        places: Sequence[Mapping[str, Any] | None] = (),
     ) -> CheckpointState:
         """Returns the state that Lightning's ``dump_checkpoint`` collected.
 
@@ -76,6 +79,7 @@ class CheckpointState:
             layouts: From ``layout.every_name``: hooks may have put parameters themselves into the state dict, whose
                 packed ones are turned back to their original order here.
             presence: The ranks of the pipeline, None without one.
+            places: See the class.
         """
         metadata = {key: value for key, value in checkpoint.items() if key not in (MODULE_KEY, OPTIMIZERS_KEY)}
         return cls(
@@ -84,6 +88,7 @@ class CheckpointState:
             optimizers=checkpoint.get(OPTIMIZERS_KEY),
             random=random,
             presence=presence,
+            places=places,
         )
 
 
@@ -215,6 +220,7 @@ def _meta(
             "optimizers": _pair(to_plain(optimizers, OPTIMIZERS_KEY)),
             "extra": _pair(to_plain(dict(extra), MODULE_KEY)),
             "random": random if state.random is not None else None,
+            "places": _pair(to_plain(list(state.places), "places")),
         }
     return {**plain.value, OURS: ours}
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,7 +15,7 @@ from lightning_3d.mesh.spec import AXES, DATA_REPLICATE, DATA_SHARD, MODEL_GROUP
 _DATA, _PIPELINE, _TENSOR = "data_parallel", "pipeline_parallel", "tensor_parallel"
 
 
-def build_device_mesh(spec: MeshSpec, device_type: str) -> DeviceMesh:
+def build_device_mesh(spec: MeshSpec, device_type: str, timeout: timedelta | None = None) -> DeviceMesh:
     """Returns the DeviceMesh of a spec on the default process group; a collective call.
 
     Its dimensions are ``data_parallel, pipeline_parallel, tensor_parallel`` whatever the rank order. With
@@ -21,6 +24,8 @@ def build_device_mesh(spec: MeshSpec, device_type: str) -> DeviceMesh:
     Args:
         spec: Degrees and rank order.
         device_type: ``"cpu"``, ``"cuda"``, ...
+        timeout: How long a rank waits for the others, in the groups of all axes; torch's default if None, which is not
+            that of the default group.
 
     Raises:
         MeshError: The process group has another size than the mesh.
@@ -31,10 +36,13 @@ def build_device_mesh(spec: MeshSpec, device_type: str) -> DeviceMesh:
     ranks = _rank_tensor(spec)
     names = tuple(axis.name for axis in AXES)
     if spec.data_replicate == 1:
-        return DeviceMesh(device_type, ranks, mesh_dim_names=names)
+        options = tuple(_options(size, device_type, timeout) for size in ranks.shape)
+        return DeviceMesh(device_type, ranks, mesh_dim_names=names, backend_override=options)
     ranks = ranks.reshape(spec.data_replicate, spec.data_shard, *ranks.shape[1:])
-    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=(DATA_REPLICATE, DATA_SHARD, *names[1:]))
-    mesh[DATA_REPLICATE, DATA_SHARD]._flatten(_DATA)
+    options = tuple(_options(size, device_type, timeout) for size in ranks.shape)
+    names = (DATA_REPLICATE, DATA_SHARD, *names[1:])
+    mesh = DeviceMesh(device_type, ranks, mesh_dim_names=names, backend_override=options)
+    mesh[DATA_REPLICATE, DATA_SHARD]._flatten(_DATA, backend_override=_options(spec.data, device_type, timeout))
     return mesh
 
 
@@ -59,11 +67,33 @@ def pipeline_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[_PIPELINE]
 
 
-def model_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Returns the 1-D mesh of the ranks that hold one copy of the model together, and so see the same samples."""
+def model_mesh(mesh: DeviceMesh, timeout: timedelta | None = None) -> DeviceMesh:
+    """Returns the 1-D mesh of the ranks that hold one copy of the model together, and so see the same samples.
+
+    Args:
+        mesh: From `build_device_mesh`.
+        timeout: The same as there.
+    """
     if mesh[_PIPELINE].size() == 1:
         return mesh[_TENSOR]
-    return mesh[_PIPELINE] if mesh[_TENSOR].size() == 1 else mesh[_PIPELINE, _TENSOR]._flatten(MODEL_GROUP)
+    if mesh[_TENSOR].size() == 1:
+        return mesh[_PIPELINE]
+    both = mesh[_PIPELINE, _TENSOR]
+    return both._flatten(MODEL_GROUP, backend_override=_options(both.size(), mesh.device_type, timeout))
+
+
+def _options(size: int, device_type: str, timeout: timedelta | None) -> Any:
+    """What torch needs to give a group another time-out than its default; the default group itself serves all ranks."""
+    if timeout is None or size == dist.get_world_size():
+        return None, None
+    if device_type == "cuda":
+        options: Any = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+    else:
+        # Stubs know the base class alone.
+        kind: Any = dist.ProcessGroupGloo.Options
+        options = kind("gloo", timeout)
+    return None, options
 
 
 def _has_replicas(mesh: DeviceMesh) -> bool:

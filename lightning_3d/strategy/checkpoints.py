@@ -57,6 +57,7 @@ class CheckpointDoor:
         layouts: Mapping[str, Layout],
         presence: Presence | None = None,
         *,
+        places: Sequence[Mapping[str, Any] | None] = (),
         writer: CheckpointIO | None = None,
         storage_options: Any = None,
     ) -> None:
@@ -67,13 +68,14 @@ class CheckpointDoor:
             path: Where to.
             layouts: How the tensor axis cuts parameters, by every name that they have.
             presence: The ranks of the pipeline, None without one.
+            places: Where the training loaders are, in plain containers.
             writer: The user's own; see ``store.save``.
             storage_options: For the writer.
         """
         content = dict(checkpoint)
         if _PRECISION_KEY in content:
             content[_LIGHTNING_PRECISION_KEY] = content[_PRECISION_KEY]
-        state = CheckpointState.of(content, random_state(self._device), layouts, presence)
+        state = CheckpointState.of(content, random_state(self._device), layouts, presence, places)
         save(
             path,
             state,
@@ -91,8 +93,11 @@ class CheckpointDoor:
         *,
         weights_only: bool | None,
         reader: CheckpointIO | None = None,
-    ) -> dict[str, Any]:
-        """Returns a checkpoint in Lightning's form, its weights laid out as the module's. Every rank calls it."""
+    ) -> tuple[dict[str, Any], list[Any]]:
+        """Returns a checkpoint in Lightning's form, its weights laid out as the module's, and where its loaders were.
+
+        Every rank calls it.
+        """
         stored = open_checkpoint(path, weights_only=weights_only, group=self._group, reader=reader)
         self._stored = stored
         content = dict(stored.metadata)
@@ -101,7 +106,7 @@ class CheckpointDoor:
         content[MODULE_KEY] = read_module_state(stored, module, group=self._group, layouts=layouts)
         if stored.optimizers is not None:
             content[OPTIMIZERS_KEY] = stored.optimizers
-        return content
+        return content, stored.places
 
     def load_module(
         self,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.pytorch import Trainer
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler, SequentialSampler
@@ -53,6 +54,9 @@ class LoaderDealer:
         Raises:
             BatchError: It has fewer samples than there are data ranks.
         """
+        if isinstance(loader, DataLoader):
+            # Augmentation in workers must be equal inside a model group and differ between data ranks.
+            _auto_add_worker_init_fn(loader, self._rank)
         if self._ranks == 1 or not self._wanted or not isinstance(loader, DataLoader):
             return loader
         if isinstance(loader.dataset, IterableDataset) or isinstance(loader.sampler, DistributedSampler):

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.data import _auto_add_worker_init_fn, sized_len
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import (
@@ -66,9 +66,6 @@ class LoaderEnds:
             trainer: Says for which stage it is.
             repeat: Runs a batch of an evaluation again, unseen; used where a loader does not know its length.
         """
-        if isinstance(loader, DataLoader):
-            # Augmentation in workers must be equal inside a model group and differ between data ranks.
-            _auto_add_worker_init_fn(loader, self._collectives.data.rank())
         if self._alone:
             return self._alike(loader)
         if sized_len(loader) is None:

@@ -77,7 +77,7 @@ class LoggedValues:
             self._follow(loop.automatic_optimization, "run", after=self.batch_ran),
             self._follow(loop.manual_optimization, "run", after=self.batch_ran),
             self._follow(connector, "on_batch_start", after=self._batch_begins),
-            self._follow(connector, "on_batch_end", before=self.batch_ends),
+            self._follow(connector, "on_batch_end", before=self.batch_ends, after=self._answer_signals),
             self._follow(connector, "epoch_end_reached", before=self._epoch_ends),
             # Callbacks that decide by a value see it before Lightning takes those of the hook.
             self._follow(self._module, "on_train_epoch_end", after=self._epoch_ends),
@@ -174,6 +174,9 @@ class LoggedValues:
         assert stage is not None, "a loop runs"
         if are_seen(self._module, {"train": "train", "test": "test"}.get(stage.value, "validation")):
             self.batch_ran()
+
+    def _answer_signals(self) -> None:
+        self._named.signals.answer(self._trainer)
 
     def _batch_begins(self) -> None:
         if self._trainer._logger_connector._first_loop_iter:

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Literal
 
-import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -266,15 +265,10 @@ class Mesh3DStrategy(ExplainingStrategy):
                 self._logged.close()
             self._applied.doors.close()
         self._finish_writing()
+        self._end_watch()
         self.cluster_environment.teardown()
         self._precision.teardown()
         self.accelerator.teardown()
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        # The other ranks wait in a collective; they learn of the failure when this rank's connections close.
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.destroy_process_group()
 
     # ---- steps ----
 
@@ -383,7 +377,7 @@ class Mesh3DStrategy(ExplainingStrategy):
         begun = self._begun_loaders.take(dataloader)
         dealt = self._on_mesh.dealer.deal(dataloader, trainer.state.stage.value, fill=trainer.training)
         return self._on_mesh.ends.process(
-            begun if dealt is dataloader else dealt,
+            self._on_mesh.places.follow(begun if dealt is dataloader else dealt, trainer),
             trainer,
             lambda batch, at: self._evaluation.repeat(batch, at, self.batch_to_device),
         )

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_3d.checkpoint.agreement import gather
+from lightning_3d.strategy.signals import SignalsOfAll
 
 # Numbers that travel with the names; more of them need a second collective.
 _INLINE = 60
@@ -94,18 +95,31 @@ class Reduced:
 class NamedValues:
     """Reduces named values over all ranks.
 
+    Attributes:
+        signals: What signals have asked of any rank.
+
     Args:
         group: All ranks.
         device: Where tensors must lie to be reduced.
         data_rank: This rank's position on the data axis: ranks of one position have the same values, counted once.
         data_size: Positions of the data axis.
+        signals: Travel with the values.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, data_rank: int, data_size: int) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        data_rank: int,
+        data_size: int,
+        signals: SignalsOfAll | None = None,
+    ) -> None:
         self._group = group
         self._device = device
         self._data_rank = data_rank
         self._copies = group.size() // data_size
+        self.signals = signals or SignalsOfAll()
 
     @property
     def alone(self) -> bool:
@@ -127,14 +141,17 @@ class NamedValues:
         given = list(shares.values())
         sums = self._flat([part for share in given for part in share.sums])
         names = [_hashed(shares, part) for part in range(_PARTS)]
-        header = [number for name in names for number in (name, name * name)]
+        hashes = [number for name in names for number in (name, name * name)]
+        header = [*self.signals.tell(), *hashes]
         buffer = torch.zeros(len(header) + _INLINE, dtype=torch.float64, device=self._device)
         buffer[: len(header)] = torch.tensor(header, dtype=torch.float64)
         inline = len(sums) <= _INLINE
         if inline:
             buffer[len(header) : len(header) + len(sums)] = sums
         dist.all_reduce(buffer, group=self._group)
-        if not self._alike([int(number) for number in buffer[: len(header)].tolist()]):
+        found = [*map(int, buffer[: len(header)].tolist())]
+        self.signals.learn(found[: -len(hashes)])
+        if not self._alike(found[-len(hashes) :]):
             return self._by_name(shares, about)
         if inline:
             sums = buffer[len(header) :]

@@ -7,6 +7,7 @@ import os
 import time
 from abc import abstractmethod
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +25,12 @@ from typing_extensions import override
 
 from lightning_3d.config.schema import NEW_PROGRAMS, StrategyConfig
 from lightning_3d.errors import MeshError
+from lightning_3d.faults.watch import FaultWatch
 from lightning_3d.mesh.spec import MODEL_GROUP, MeshSpec
 from lightning_3d.precision import Mesh3DPrecision
 from lightning_3d.strategy.callbacks import refuse_callbacks
 from lightning_3d.strategy.launcher import Mesh3DLauncher, check_started, end_earlier_job
+from lightning_3d.strategy.positions import position_of, tell_first
 from lightning_3d.strategy.refusals import refuse_compiled
 from lightning_3d.strategy.replicas import share_generators
 from lightning_3d.strategy.run import RunOnMesh
@@ -46,6 +49,7 @@ class MeshStrategy(ParallelStrategy):
 
     strategy_name = "mesh_3d"
     _connected: LightningModule | None = None
+    _watch: FaultWatch | None = None
 
     def __init__(self, config: StrategyConfig) -> None:
         self.config = config
@@ -211,8 +215,28 @@ class MeshStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._run.mesh
         if self.world_size > 1:
+            trainer = self.lightning_module.trainer
+            self._watch = FaultWatch(
+                self._run.world_group, self.cluster_environment.main_address, partial(position_of, trainer)
+            )
             replicated = self.mesh_spec.size(MODEL_GROUP) == 1 and self.config.zero_stage == 0
-            refuse_callbacks(self.lightning_module.trainer, cut=not replicated)
+            refuse_callbacks(trainer, cut=not replicated)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Lets the other ranks know, those that wait in a collective by closing this rank's connections."""
+        watch = self._watch
+        if watch is not None:
+            watch.failed(exception)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.destroy_process_group()
+        if watch is not None:
+            tell_first(exception, watch.first(), self.global_rank)
+
+    def _end_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        self._watch = None
 
     @property
     def _on_mesh(self) -> RunOnMesh:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -22,7 +23,9 @@ from lightning_3d.strategy.collectives import DataCollectives
 from lightning_3d.strategy.dealing import LoaderDealer
 from lightning_3d.strategy.ends import LoaderEnds
 from lightning_3d.strategy.named import NamedValues
+from lightning_3d.strategy.places import LoaderPlaces
 from lightning_3d.strategy.replicas import ReplicaCheck, alike, drawing_alike
+from lightning_3d.strategy.signals import SignalsOfAll
 from lightning_3d.strategy.stopping import CommonStop
 
 
@@ -37,11 +40,12 @@ class RunOnMesh:
 
     def __init__(self, spec: MeshSpec, device: torch.device, config: StrategyConfig) -> None:
         self.device = device
-        self.mesh = build_device_mesh(spec, device.type)
+        timeout = timedelta(seconds=config.timeout_seconds)
+        self.mesh = build_device_mesh(spec, device.type, timeout)
         self.data_group = data_axis_mesh(self.mesh).get_group()
         self.pipeline_group = pipeline_mesh(self.mesh).get_group()
         # Ranks that see the same samples.
-        self.model_group = model_mesh(self.mesh).get_group()
+        self.model_group = model_mesh(self.mesh, timeout).get_group()
         rank = dist.get_rank()
         self.same_batches = ReplicaCheck(self.model_group, spec.group(MODEL_GROUP, rank))
         self.same_tensors = ReplicaCheck(tensor_mesh(self.mesh).get_group(), spec.group("tensor_parallel", rank))
@@ -53,14 +57,20 @@ class RunOnMesh:
         self.streams = RandomStreams(self.seed, [device]) if config.layout_free_random else None
         self.clipper = MeshClipper(self.shared_group)
         self.collectives = DataCollectives(self.data_group, self.world_group, device)
+        self.signals = SignalsOfAll()
         self.named = NamedValues(
-            self.world_group, device, data_rank=self.data_group.rank(), data_size=self.data_group.size()
+            self.world_group,
+            device,
+            data_rank=self.data_group.rank(),
+            data_size=self.data_group.size(),
+            signals=self.signals,
         )
         self.callbacks = CallbackDoors(self.collectives, self.model_group)
         self.ends = LoaderEnds(self.collectives, config.uneven, partial(alike, group=self.model_group))
         self.dealer = LoaderDealer(
             self.data_group.size(), self.data_group.rank(), partial(drawing_alike, self.data_group)
         )
+        self.places = LoaderPlaces(self.data_group.size())
         self.checkpoints = CheckpointDoor(
             distributed=config.save_distributed_checkpoint, group=self.world_group, device=device
         )

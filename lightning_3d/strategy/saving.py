@@ -27,6 +27,7 @@ from lightning_3d.initial.broadcast import BufferBroadcast
 from lightning_3d.log import get_logger
 from lightning_3d.shards.hook_values import without_hook_values
 from lightning_3d.strategy.life import AppliedModule
+from lightning_3d.strategy.places import with_marks, without_marks
 from lightning_3d.strategy.processes import MeshStrategy
 
 _log = get_logger(__name__)
@@ -176,7 +177,13 @@ class SavingStrategy(MeshStrategy):
         applied = self._module_on_mesh
         path = self.broadcast(str(filepath))
         self._on_mesh.checkpoints.save(
-            checkpoint, path, applied.layouts, applied.presence, writer=writer, storage_options=storage_options
+            without_marks(checkpoint),
+            path,
+            applied.layouts,
+            applied.presence,
+            places=self._on_mesh.places.now(applied.module.trainer),
+            writer=writer,
+            storage_options=storage_options,
         )
 
     @override
@@ -184,13 +191,16 @@ class SavingStrategy(MeshStrategy):
         # Lightning loads before setup. The module is cut now, so that each rank reads its own part only.
         applied = self._apply()
         applied.engine.rest()
-        return self._on_mesh.checkpoints.open(
+        checkpoint, places = self._on_mesh.checkpoints.open(
             str(checkpoint_path),
             applied.module,
             applied.layouts,
             weights_only=weights_only,
             reader=self._own_io,
         )
+        with_marks(checkpoint.get("loops") or {}, places)
+        self._on_mesh.places.resume(applied.module.trainer, places)
+        return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -209,6 +219,26 @@ class SavingStrategy(MeshStrategy):
     @override
     def on_train_start(self) -> None:
         self._on_mesh.checkpoints.begin_training()
+        self._on_mesh.places.begin_training()
+        self._listen()
+
+    @override
+    def on_validation_start(self) -> None:
+        self._listen()
+
+    @override
+    def on_test_start(self) -> None:
+        self._listen()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._listen()
+
+    def _listen(self) -> None:
+        """Has signals reach all ranks; Lightning has set its own handlers by now."""
+        assert self.lightning_module is not None
+        if self.world_size > 1:
+            self._on_mesh.signals.listen(self.lightning_module.trainer)
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:

@@ -13,7 +13,7 @@ FLOORS = (
     ("strategy", "dryrun"),
     ("planner",),
     ("plan",),
-    ("parallel.data", "parallel.tensor", "parallel.pipeline", "checkpoint", "gradients", "initial"),
+    ("parallel.data", "parallel.tensor", "parallel.pipeline", "checkpoint", "gradients", "initial", "faults"),
     ("mesh", "graph", "precision", "cost", "shards", "random", "counters", "batches"),
     ("config",),
     ("errors", "log", "units"),

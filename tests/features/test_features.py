@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.features.catalog import FEATURES
+from tests.features.catalog import FEATURES, GROUPS
 from tests.features.here import MESHES, Mesh
+from tests.features.page import PAGE, README, REFUSED, YES, rows, with_summary
 from tests.features.table import Feature, Reference, prove, quick_cells
 
 # Lightning's advice against what some rows do, which one device is given too.
@@ -34,3 +35,14 @@ def test_names_are_different_and_refusals_name_meshes() -> None:
     assert len({feature.name for feature in FEATURES}) == len(FEATURES)
     for feature in FEATURES:
         assert feature.refused.keys() <= {mesh.name for mesh in MESHES}
+
+
+def test_the_page_has_every_cell_and_readme_its_summary() -> None:
+    found = {(group, feature): cells for group, feature, cells in rows(PAGE.read_text()) if feature != "feature"}
+    expected = {
+        (group, feature.name): [REFUSED if mesh.name in feature.refused else YES for mesh in MESHES]
+        for group, features in GROUPS.items()
+        for feature in features
+    }
+    assert found == expected
+    assert with_summary(README.read_text(), PAGE.read_text()) == README.read_text()

@@ -142,9 +142,14 @@ def listened(twin: LightningModule) -> Iterator[Heard]:
     with ExitStack() as at_end:
         at_end.enter_context(without_metrics(twin))
         at_end.callback(shadow(twin, "log", log))
+        at_end.callback(shadow(twin, "print", _silent))
         at_end.callback(shadow(twin, "all_gather", _alone))
         at_end.callback(shadow(twin, "manual_backward", manual_backward))
         yield heard
+
+
+def _silent(*args: Any, **kwargs: Any) -> None:
+    return None
 
 
 def _alone(data: Any, *args: Any, **kwargs: Any) -> Any:

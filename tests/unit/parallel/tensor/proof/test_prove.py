@@ -64,6 +64,16 @@ def test_a_step_that_counts_its_blocks_is_proved_on_all_of_them() -> None:
     assert found.parameters == 16
 
 
+def test_a_proof_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    class Prints(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            self.print("a batch of", len(x))
+            return super().forward(x)
+
+    assert proved(Prints(), training(batch())).parameters == 8
+    assert capsys.readouterr().out == ""
+
+
 def test_a_step_may_write_to_parameters() -> None:
     class Follows(Net):
         def __init__(self) -> None:

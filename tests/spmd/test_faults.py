@@ -1,0 +1,134 @@
+"""A rank that fails, vanishes or hangs: all others end soon, and it is said which one it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.marks import more
+
+pytestmark = [pytest.mark.spmd, pytest.mark.slow, pytest.mark.timeout(240)]
+
+RANKS = 4
+PIPELINE = {"pipeline_parallel_size": 2}
+ZERO = {"zero_stage": 3}
+# Seconds from the event until no rank is left, as promised on a machine that does nothing else; tests share theirs.
+PROMISED = {"raise": 5.0, "leave": 10.0, "kill": 10.0, "kill rank 0": 15.0, "hang": 15.0}
+_BUSY = 3.0
+_TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--master-addr", "127.0.0.1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """How a program has ended.
+
+    Attributes:
+        code: Exit status of what was started.
+        output: All that its ranks have said.
+        seconds: From the event until the last rank was gone.
+    """
+
+    code: int
+    output: str
+    seconds: float
+
+
+def ended(end: str, rank: int, directory: Path, strategy: dict[str, Any], *how: str, place: str = "step") -> Ended:
+    """Runs the program until no rank is left."""
+    command = [sys.executable, "-W", "ignore", *how, "-m", "tests.spmd.faulty"]
+    if how:
+        command = [sys.executable, *how, "--master-port", str(_free_port()), "-m", "tests.spmd.faulty"]
+    arguments = [end, str(rank), place, str(directory), json.dumps(strategy)]
+    with subprocess.Popen(
+        [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_environment()
+    ) as program:
+        try:
+            output, _ = program.communicate(timeout=200)
+        except subprocess.TimeoutExpired:
+            program.kill()
+            raise
+    processes = [int(path.read_text()) for path in directory.glob("rank-*")]
+    assert len(processes) == RANKS, output
+    while any(map(_is_there, processes)):
+        time.sleep(0.05)
+    return Ended(code=program.returncode, output=output, seconds=time.time() - float((directory / "time").read_text()))
+
+
+def _environment() -> dict[str, str]:
+    names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_RANK", "RANK", "NODE_RANK")
+    return {name: value for name, value in os.environ.items() if name not in names}
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def _is_there(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("how", [(), _TORCHRUN], ids=["launched", "torchrun"])
+@pytest.mark.parametrize(("rank", "strategy"), [(2, PIPELINE), more(0, ZERO)], ids=str)
+def test_the_traceback_of_the_rank_that_failed_comes_first(
+    rank: int, strategy: dict[str, Any], how: tuple[str, ...], tmp_path: Path
+) -> None:
+    found = ended("raise", rank, tmp_path, strategy, *how)
+    assert found.code != 0
+    assert found.seconds < PROMISED["raise"] * _BUSY, found.output
+    first = found.output.index("Traceback (most recent call last)")
+    told = found.output[: found.output.index("this rank fails on purpose")]
+    assert told.count("Traceback") == 1, found.output
+    assert f"rank {rank} has failed, last heard in training, epoch 0, batch 3, step 3." in told[:first]
+
+
+@pytest.mark.parametrize("how", [(), more(*[_TORCHRUN])], ids=["launched", "torchrun"])
+@pytest.mark.parametrize(("rank", "strategy"), [(2, PIPELINE), (0, ZERO)], ids=str)
+def test_a_rank_that_is_killed_is_named_with_its_last_step(
+    rank: int, strategy: dict[str, Any], how: tuple[str, ...], tmp_path: Path
+) -> None:
+    found = ended("kill", rank, tmp_path, strategy, *how)
+    assert found.code != 0
+    assert found.seconds < PROMISED["kill" if rank else "kill rank 0"] * _BUSY, found.output
+    assert f"rank {rank} has vanished" in found.output
+    assert "step 3" in found.output
+
+
+@pytest.mark.parametrize("end", ["raise", more("kill"), "leave"])
+def test_ranks_that_wait_for_nobody_end_too(end: str, tmp_path: Path) -> None:
+    found = ended(end, 1, tmp_path, ZERO, place="alone")
+    assert found.code != 0
+    assert found.seconds < PROMISED[end] * _BUSY, found.output
+    assert f"rank 1 has {'failed' if end == 'raise' else 'vanished'}" in found.output
+
+
+@pytest.mark.parametrize("place", ["step", more("hook")])
+def test_a_hang_ends_at_the_time_out_with_the_place_of_every_rank(place: str, tmp_path: Path) -> None:
+    found = ended("hang", 3, tmp_path, PIPELINE, place=place)
+    assert found.code != 0
+    assert found.seconds < 20 + PROMISED["hang"] * _BUSY, found.output
+    assert "ranks have waited for each other in vain" in found.output
+    assert "rank 3 ends here, in training, epoch 0, batch 3, step 3" in found.output
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_sigterm_on_any_rank_ends_all_after_the_same_batch_with_a_checkpoint(rank: int, tmp_path: Path) -> None:
+    found = ended("ask", rank, tmp_path, PIPELINE)
+    assert "Traceback" not in found.output
+    (saved,) = (tmp_path / "saved").iterdir()
+    stored = torch.load(saved / "meta.pt", weights_only=True)
+    assert stored["global_step"] == 4
