@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -219,7 +218,7 @@ def test_what_the_state_dict_leaves_out_stays(tmp_path: Path) -> None:
     assert torch.equal(other.base.weight, base)
 
 
-def test_random_states(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_random_states(tmp_path: Path) -> None:
     import random
 
     import numpy as np
@@ -231,10 +230,9 @@ def test_random_states(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
         for _ in range(2)
     ]
     assert drawn[0] == drawn[1]
-    with caplog.at_level(logging.INFO):
-        restore_random(stored, rank=0, world=2, device=CPU)
-    assert "random states of 1 ranks are not put back on 2 ranks" in caplog.text
-    assert (random.random(), np.random.rand(), torch.rand(1).item()) != drawn[0]
+    # Where more ranks go on, all have the states of the first.
+    restore_random(stored, rank=1, world=2, device=CPU)
+    assert (random.random(), np.random.rand(), torch.rand(1).item()) == drawn[0]
 
 
 def test_urls(tmp_path: Path) -> None:
