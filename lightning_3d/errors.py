@@ -67,6 +67,10 @@ class PlanError(Lightning3DError, ValueError):
     """A plan names something that the model does not have, or cannot be exact."""
 
 
+class NonFiniteError(Lightning3DError, RuntimeError):
+    """A loss or a gradient is infinite or not a number."""
+
+
 class CheckpointError(Lightning3DError, RuntimeError):
     """A checkpoint cannot be written, found, read or matched to the model."""
 

@@ -68,6 +68,7 @@ class Mesh3DPrecision(Precision):
         self._clipper: Clipper | None = None
         # Called between a backward and the hooks that see its gradients.
         self.before_backward_hooks: Callable[[], None] = _nothing
+        self.before_step: Callable[[Any], None] = _nothing
         # Around a backward, inside the hooks before and after it.
         self.backward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._inner = _lightning_precision(precision, "cpu")
@@ -168,6 +169,7 @@ class Mesh3DPrecision(Precision):
     def _after_closure(self, model: LightningModule, optimizer: Steppable) -> None:
         with _WholeNumbers():
             super()._after_closure(model, optimizer)
+        self.before_step(optimizer)
 
     @override
     def optimizer_step(  # type: ignore[override]
@@ -304,5 +306,5 @@ def _lightning_precision(precision: str, device_type: str) -> Precision:
     return Precision()
 
 
-def _nothing() -> None:
+def _nothing(*args: Any) -> None:
     """For a precision that nobody waits for."""

@@ -18,6 +18,19 @@ def _own_cache() -> Iterator[None]:
             os.environ["XDG_CACHE_HOME"] = before
 
 
+@pytest.fixture(autouse=True)
+def _own_seed() -> Iterator[None]:
+    """Keeps what ``seed_everything`` leaves in the environment from the tests that follow, and from their processes."""
+    names = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
+    before = {name: os.environ.get(name) for name in names}
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips what needs a CUDA device where there is none."""
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]

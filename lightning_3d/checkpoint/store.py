@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from lightning_3d.checkpoint.absent import present
 from lightning_3d.checkpoint.agreement import gather, together
+from lightning_3d.checkpoint.background import BackgroundWriter, staged
 from lightning_3d.checkpoint.containers import Plain, to_plain
 from lightning_3d.checkpoint.files import Disk, atomic_path, find_disk
 from lightning_3d.checkpoint.gathering import gather_whole
@@ -100,6 +102,7 @@ def save(
     group: dist.ProcessGroup | None,
     writer: CheckpointIO | None = None,
     storage_options: Any = None,
+    background: BackgroundWriter | None = None,
 ) -> None:
     """Saves a checkpoint; what stood under the name stays until the new one is whole. Every rank calls it.
 
@@ -113,9 +116,10 @@ def save(
         group: All ranks of the mesh, with a backend for CPU objects; None for one process.
         writer: Gets the whole checkpoint on the first rank, in the place of all that is written here.
         storage_options: For the writer.
+        background: Writes a directory later; until then the state may change.
 
     Raises:
-        CheckpointError: On every rank alike, if any rank could not save.
+        CheckpointError: On every rank alike, if any rank could not save, now or in the background before.
     """
     if writer is not None:
         _save_by(writer, str(path), state, group, storage_options=storage_options)
@@ -134,7 +138,7 @@ def save(
     if not disk.shared:
         info_once(_log, f"{target.parent} is {len(disk.leaders)} separate disks: each gets a complete checkpoint")
     if distributed:
-        _save_directory(target, state, disk, group)
+        _save_directory(target, state, disk, group, background)
     else:
         _save_file(target, state, disk, group)
 
@@ -149,7 +153,13 @@ def local_path(path: str | Path) -> Path:
     return Path(str(path).removeprefix(_LOCAL_SCHEME)).absolute()
 
 
-def _save_directory(target: Path, state: CheckpointState, disk: Disk, group: dist.ProcessGroup | None) -> None:
+def _save_directory(
+    target: Path,
+    state: CheckpointState,
+    disk: Disk,
+    group: dist.ProcessGroup | None,
+    background: BackgroundWriter | None,
+) -> None:
     parts = [split(optimizer, f"optimizer_{index}") for index, optimizer in enumerate(state.optimizers or ())]
     aliases, module, extra = _untied(state.module)
     nested = {MODULE_KEY: module} | {f"optimizer_{index}": tensors for index, (_, tensors) in enumerate(parts)}
@@ -160,12 +170,24 @@ def _save_directory(target: Path, state: CheckpointState, disk: Disk, group: dis
     else:
         nested = gather_whole(nested, disk.leads, {}, state.presence)
     nested = {key: tensors for key, tensors in nested.items() if tensors}
-    writers = group if disk.shared else None
-    with atomic_path(target, disk, group, directory=True) as temporary:
-        if disk.shared or disk.leads:
-            write_tensors(temporary, nested, aliases, writers)
-        if disk.leads:
-            torch.save(meta, temporary / META_FILE)
+    packed = BytesIO()
+    if disk.leads:
+        torch.save(meta, packed)
+    if background is not None:
+        background.wait()
+        nested = staged(nested)
+
+    def write(writers: dist.ProcessGroup | None) -> None:
+        with atomic_path(target, disk, writers, directory=True) as temporary:
+            if disk.shared or disk.leads:
+                write_tensors(temporary, nested, aliases, writers if disk.shared else None)
+            if disk.leads:
+                (temporary / META_FILE).write_bytes(packed.getbuffer())
+
+    if background is None:
+        write(group)
+    else:
+        background.write(write)
 
 
 def _save_file(target: Path, state: CheckpointState, disk: Disk, group: dist.ProcessGroup | None) -> None:

@@ -28,10 +28,8 @@ from lightning_3d.errors import ConfigError
 # Options that this release does not serve yet: any value but the default is refused, so that none is silently ignored.
 _NOT_AVAILABLE = frozenset(
     {
-        "on_nonfinite",
         "pretrained",
         "pretrained_strict",
-        "async_save",
     }
 )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_3d.checkpoint.agreement import together
+from lightning_3d.checkpoint.background import BackgroundWriter
 from lightning_3d.checkpoint.containers import to_plain
 from lightning_3d.checkpoint.files import remove
 from lightning_3d.checkpoint.generators import random_state
@@ -42,13 +45,18 @@ class CheckpointDoor:
         distributed: Save a sharded directory, or one consolidated file.
         group: All ranks of the mesh.
         device: This rank's device.
+        timeout: How long a rank waits for the others to write in the background; None to write at once.
     """
 
-    def __init__(self, *, distributed: bool, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, *, distributed: bool, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None = None
+    ) -> None:
         self._distributed = distributed
         self._group = group
         self._device = device
         self._stored: StoredCheckpoint | None = None
+        self._timeout = timeout
+        self._background: BackgroundWriter | None = None
 
     def save(
         self,
@@ -76,6 +84,8 @@ class CheckpointDoor:
         if _PRECISION_KEY in content:
             content[_LIGHTNING_PRECISION_KEY] = content[_PRECISION_KEY]
         state = CheckpointState.of(content, random_state(self._device), layouts, presence, places)
+        if self._timeout is not None and self._background is None:
+            self._background = BackgroundWriter(self._group, self._timeout)
         save(
             path,
             state,
@@ -83,6 +93,7 @@ class CheckpointDoor:
             group=self._group,
             writer=writer,
             storage_options=storage_options,
+            background=self._background,
         )
 
     def open(
@@ -98,6 +109,8 @@ class CheckpointDoor:
 
         Every rank calls it.
         """
+        if self._background is not None:
+            self._background.wait()
         stored = open_checkpoint(path, weights_only=weights_only, group=self._group, reader=reader)
         self._stored = stored
         content = dict(stored.metadata)
@@ -147,8 +160,13 @@ class CheckpointDoor:
             restore_random(self._stored, rank=self._group.rank(), world=self._group.size(), device=self._device)
         self._stored = None
 
-    def finish(self, writer: CheckpointIO) -> None:
-        """Has a writer of the user's own finish what it does in the background. Every rank calls it."""
+    def finish(self, writer: CheckpointIO | None) -> None:
+        """Has what is written in the background be finished, by a writer of the user's own too. Every rank calls it."""
+        background, self._background = self._background, None
+        if background is not None:
+            background.close()
+        if writer is None:
+            return
         group = self._group if dist.is_initialized() else None
         with together(group, "finish writing checkpoints", "see what its CheckpointIO could not do, then save again"):
             writer.teardown()
@@ -165,10 +183,12 @@ class CheckpointDoor:
         """
         to_plain(dict(getattr(owner, "hparams", None) or {}), "hyper_parameters")
 
-    @staticmethod
-    def remove(path: str | Path) -> bool:
-        """Removes a local checkpoint; returns whether the path was local."""
+    def remove(self, path: str | Path) -> bool:
+        """Removes a local checkpoint, after those that are being written; returns whether the path was local."""
         if is_remote(path):
             return False
-        remove(Path(path).absolute())
+        if self._background is None:
+            remove(Path(path).absolute())
+        else:
+            self._background.afterwards(partial(remove, Path(path).absolute()))
         return True

@@ -191,6 +191,7 @@ class Mesh3DStrategy(ExplainingStrategy):
         )
         self._precision.before_backward_hooks = self._runner.gradients_arrived
         self._precision.backward_context = applied.engine.backward
+        self._precision.before_step = run.finite.before_step
         run.clipper.share = applied.engine.share
         self._evaluator = Evaluator(
             applied.module, self._runner, ends=run.ends, precision=self._precision, logged=self._logged
@@ -302,6 +303,7 @@ class Mesh3DStrategy(ExplainingStrategy):
         def divided() -> Any:
             result = closure()
             self._steps.before_optimizer_step()
+            self._look_for_nonfinite(result, optimizer)
             if isinstance(result, Tensor) and reads_loss(optimizer):
                 return self._on_mesh.collectives.reduce(result, None, "mean")
             return result
@@ -309,6 +311,12 @@ class Mesh3DStrategy(ExplainingStrategy):
         stepped = super().optimizer_step(optimizer, divided, model, **kwargs)
         self._steps.after_optimizer_step()
         return stepped
+
+    def _look_for_nonfinite(self, loss: Any, optimizer: Optimizer) -> None:
+        module, own = self._module_on_mesh.module, {id(each) for each in optimizer_parameters([optimizer])}
+        stepped = {name: parameter for name, parameter in module.named_parameters() if id(parameter) in own}
+        scaled = self._precision.scaler is not None
+        self._on_mesh.finite.look(loss, stepped, module.global_step, gradients=not scaled)
 
     @contextmanager
     @override

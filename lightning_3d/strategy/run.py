@@ -23,6 +23,7 @@ from lightning_3d.strategy.collectives import DataCollectives
 from lightning_3d.strategy.dealing import LoaderDealer
 from lightning_3d.strategy.ends import LoaderEnds
 from lightning_3d.strategy.named import NamedValues
+from lightning_3d.strategy.nonfinite import FiniteCheck
 from lightning_3d.strategy.places import LoaderPlaces
 from lightning_3d.strategy.replicas import ReplicaCheck, alike, drawing_alike
 from lightning_3d.strategy.signals import SignalsOfAll
@@ -56,6 +57,7 @@ class RunOnMesh:
         self.stop = CommonStop(self.world_group)
         self.streams = RandomStreams(self.seed, [device]) if config.layout_free_random else None
         self.clipper = MeshClipper(self.shared_group)
+        self.finite = FiniteCheck(config.on_nonfinite, spec, self.world_group, device)
         self.collectives = DataCollectives(self.data_group, self.world_group, device)
         self.signals = SignalsOfAll()
         self.named = NamedValues(
@@ -72,7 +74,10 @@ class RunOnMesh:
         )
         self.places = LoaderPlaces(self.data_group.size())
         self.checkpoints = CheckpointDoor(
-            distributed=config.save_distributed_checkpoint, group=self.world_group, device=device
+            distributed=config.save_distributed_checkpoint,
+            group=self.world_group,
+            device=device,
+            timeout=timeout if config.async_save else None,
         )
 
     @property

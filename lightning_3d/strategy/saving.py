@@ -252,10 +252,18 @@ class SavingStrategy(MeshStrategy):
         return None if type(own) is TorchCheckpointIO else own
 
     def _finish_writing(self) -> None:
-        """Waits for a user's own CheckpointIO that writes in the background."""
-        own = self._own_io
-        if own is not None and self._run is not None:
-            self._run.checkpoints.finish(own)
+        """Waits for what is written in the background, by a user's own CheckpointIO too."""
+        if self._run is None:
+            return
+        module = self.lightning_module
+        failed = module is not None and module.trainer.state.status == TrainerStatus.INTERRUPTED
+        try:
+            self._run.checkpoints.finish(self._own_io)
+        except CheckpointError as error:
+            if not failed:
+                raise
+            # The run ends with what has interrupted it.
+            _log.error("%s", error)
 
 
 def _held(name: str, tensor: Tensor | None, applied: AppliedModule) -> Any:

@@ -236,6 +236,7 @@ def fails(rank: int, world: int, path: Path, how: str, distributed: bool) -> str
             patch.setattr(FileSystemWriter, "write_data", full)
         if how == "metadata" and rank == 0:
             patch.setattr(torch, "save", full_for_files)
+            patch.setattr(Path, "write_bytes", full)
         if how == "rename" and rank == 0:
             patch.setattr(os, "fsync", full)
         if how == "container" and rank == 1:

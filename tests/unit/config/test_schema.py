@@ -66,7 +66,8 @@ def test_possible(values: dict[str, Any]) -> None:
         ({"pipeline_stack": ["a", ""]}, "must be a module's name, a list of names or null"),
         ({"compile": True, "tensor_parallel_size": 2, "replay": False}, "needs replay=True"),
         ({"start_method": "threads"}, "must be one of auto, popen, spawn, fork, forkserver"),
-        ({"async_save": True}, "async_save=True is not available in this release"),
+        ({"pretrained": "llama"}, "pretrained='llama' is not available in this release"),
+        ({"async_save": True, "save_distributed_checkpoint": False}, "needs save_distributed_checkpoint=True"),
     ],
 )
 def test_impossible(values: dict[str, Any], text: str) -> None:
