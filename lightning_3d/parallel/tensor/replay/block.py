@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,8 @@ _HOOKED = "a module inside has a hook"
 _CALLS_PER_RECORDING = 100
 # What a part of a block needs to be worth its guards.
 _SMALLEST_PART = 3
+# Forwards that can wait for their recomputation at a time.
+_MOST_FORWARDS = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +89,7 @@ Wanted = list[bool]
 class _Entry:
     """A kind of input: its guard, and its program or none if the block cannot be replayed for it."""
 
-    __slots__ = ("changes", "due", "guard", "program", "recomputed", "wanted")
+    __slots__ = ("changes", "compiled", "due", "guard", "program", "recomputed", "wanted")
 
     def __init__(self, guard: Guard, program: Program | None, changes: int, wanted: Wanted) -> None:
         self.guard = guard
@@ -98,6 +101,8 @@ class _Entry:
         # Of a checkpoint whose forward has no gradients. All others are checked in forward only: selective
         # checkpointing wants the same operations of both.
         self.recomputed = _recomputing()
+        # Whether the forwards that may be recomputed were compiled calls, the oldest first.
+        self.compiled: deque[bool] = deque([False], maxlen=_MOST_FORWARDS)
 
 
 class Replay:
@@ -159,9 +164,11 @@ class Replay:
                 if program is None:
                     return self._as_it_is(call)
                 if entry.recomputed != _recomputing():
-                    return program.run(inputs)
+                    return self._recomputed(entry, program, inputs)
                 self._hits += 1
                 entry.due -= 1
+                if self._options.compile and torch.is_grad_enabled():
+                    entry.compiled.append(bool(entry.due) and program.body.is_compiled)
                 return program.run(inputs) if entry.due else self._checked(entry, program, inputs, call)
         return self._first(call)
 
@@ -243,6 +250,12 @@ class Replay:
         elif self._options.compile:
             program.body.compile(self._options.backend)
         return result
+
+    @staticmethod
+    def _recomputed(entry: _Entry, program: Program, inputs: tuple[Any, ...]) -> Any:
+        """Runs the forward of a checkpoint again, by the same operations: selective checkpointing counts on it."""
+        compiled = entry.compiled.popleft() if entry.compiled else program.body.is_compiled
+        return program.run(inputs) if compiled else program.body.plainly(lambda: program.run(inputs))
 
     def _first(self, call: Call) -> Any:
         """Makes a call of a kind that is not known yet."""

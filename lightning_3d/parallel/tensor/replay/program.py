@@ -53,6 +53,19 @@ class Body:
         if self.problem is None and self.best is self.function:
             self.best = self._guarded(compiled(self.function, fullgraph=True, dynamic=False, backend=backend))
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether its next call is to be a compiled one."""
+        return self.best is not self.function
+
+    def plainly(self, run: Callable[[], Any]) -> Any:
+        """Makes a call in which it is not compiled."""
+        best, self.best = self.best, self.function
+        try:
+            return run()
+        finally:
+            self.best = best
+
     def _guarded(self, fast: Callable[..., Any]) -> Callable[..., Any]:
         def call(*operands: Tensor) -> Any:
             try:
