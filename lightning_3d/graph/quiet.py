@@ -44,9 +44,9 @@ def quiet(module: LightningModule, *beside: object, keep_log: bool = False) -> I
             memory.add_value(each)
         if module._trainer is not None:
             at_end.callback(_mute(module._trainer))
-        at_end.callback(shadow(module, "print", _silent))
+        at_end.callback(shadow(module, "print", silent))
         if not keep_log:
-            at_end.callback(shadow(module, "log", _silent))
+            at_end.callback(shadow(module, "log", silent))
         yield
 
 
@@ -55,8 +55,8 @@ def _put(tensor: Tensor, content: Tensor) -> None:
     tensor.data.copy_(content)
 
 
-def _silent(*args: Any, **kwargs: Any) -> None:
-    return None
+def silent(*args: Any, **kwargs: Any) -> None:
+    """Stands in for what says something."""
 
 
 def _mute(trainer: Trainer) -> Callable[[], None]:

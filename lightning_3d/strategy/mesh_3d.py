@@ -303,7 +303,8 @@ class Mesh3DStrategy(ExplainingStrategy):
         def divided() -> Any:
             result = closure()
             self._steps.before_optimizer_step()
-            self._look_for_nonfinite(result, optimizer)
+            if self._on_mesh.finite.looks:
+                self._look_for_nonfinite(result, optimizer)
             if isinstance(result, Tensor) and reads_loss(optimizer):
                 return self._on_mesh.collectives.reduce(result, None, "mean")
             return result

@@ -16,7 +16,7 @@ from lightning_3d.mesh.spec import MeshSpec
 
 _log = get_logger(__name__)
 
-NONE, SKIP, RAISE = "none", "skip", "raise"
+NONE, RAISE = "none", "raise"
 
 
 class FiniteCheck:
@@ -33,8 +33,13 @@ class FiniteCheck:
         self._policy, self._spec, self._group, self._device = policy, spec, group, device
         self._leaves_out = False
 
+    @property
+    def looks(self) -> bool:
+        """Whether it looks at anything."""
+        return self._policy != NONE
+
     def look(self, loss: Any, parameters: Mapping[str, Tensor], step: int, *, gradients: bool = True) -> None:
-        """Looks before hooks and clipping do. A collective, unless the policy is "none".
+        """Looks before hooks and clipping do, if it `looks`. A collective.
 
         Args:
             loss: What the closure has returned.
@@ -46,8 +51,6 @@ class FiniteCheck:
             NonFiniteError: On every rank, with the first rank and parameter, if the policy is "raise".
         """
         self._leaves_out = False
-        if self._policy == NONE:
-            return
         found = self._found(loss, parameters if gradients else {})
         rank, world = self._group.rank(), self._group.size()
         first = torch.tensor(world if found is None else rank, device=self._device)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_3d.graph.calls import shadow
+from lightning_3d.graph.quiet import silent
 from lightning_3d.graph.stand_ins import without_metrics
 from lightning_3d.parallel.tensor.regions.plan import Region
 
@@ -142,14 +143,10 @@ def listened(twin: LightningModule) -> Iterator[Heard]:
     with ExitStack() as at_end:
         at_end.enter_context(without_metrics(twin))
         at_end.callback(shadow(twin, "log", log))
-        at_end.callback(shadow(twin, "print", _silent))
+        at_end.callback(shadow(twin, "print", silent))
         at_end.callback(shadow(twin, "all_gather", _alone))
         at_end.callback(shadow(twin, "manual_backward", manual_backward))
         yield heard
-
-
-def _silent(*args: Any, **kwargs: Any) -> None:
-    return None
 
 
 def _alone(data: Any, *args: Any, **kwargs: Any) -> Any:
