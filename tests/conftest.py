@@ -20,15 +20,16 @@ def _own_cache() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _own_seed() -> Iterator[None]:
-    """Keeps what ``seed_everything`` leaves in the environment from the tests that follow, and from their processes."""
+    """Keeps what ``seed_everything`` leaves in the environment from other tests, and from their processes.
+
+    Fixtures of whole modules leave it too, so each test begins without.
+    """
     names = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
-    before = {name: os.environ.get(name) for name in names}
+    for name in names:
+        os.environ.pop(name, None)
     yield
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+    for name in names:
+        os.environ.pop(name, None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
