@@ -32,12 +32,12 @@ from lightning_3d.precision import Mesh3DPrecision
 from lightning_3d.shards.hook_values import Holders
 from lightning_3d.shards.layout import Layout
 from lightning_3d.shards.presence import Presence
-from lightning_3d.strategy.agreement import agreed_plan, agreed_proof
-from lightning_3d.strategy.doors import ModuleDoors
-from lightning_3d.strategy.first_step import FirstStep
-from lightning_3d.strategy.hooks import hook_values
 from lightning_3d.strategy.run import RunOnMesh
-from lightning_3d.strategy.watching import share_gradient_hooks
+from lightning_3d.strategy.setup.agreement import agreed_plan, agreed_proof
+from lightning_3d.strategy.setup.doors import ModuleDoors
+from lightning_3d.strategy.setup.first_step import FirstStep
+from lightning_3d.strategy.setup.hooks import hook_values
+from lightning_3d.strategy.setup.watching import share_gradient_hooks
 
 _WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
 _MOST_NAMES = 5

@@ -23,9 +23,8 @@ from lightning_3d.initial.replay import InitTape
 from lightning_3d.mesh.spec import MODEL_GROUP
 from lightning_3d.parallel.data.normalisation import normalise_over_ranks
 from lightning_3d.plan import ReplayOptions, unwatch_calls, watch_calls
-from lightning_3d.strategy.evaluation import Evaluator
 from lightning_3d.strategy.explaining import ExplainingStrategy
-from lightning_3d.strategy.first_step import BegunLoaders, FirstStep
+from lightning_3d.strategy.faults.replicas import share_generators
 from lightning_3d.strategy.life import (
     AppliedModule,
     apply_module,
@@ -33,14 +32,15 @@ from lightning_3d.strategy.life import (
     check_untouched,
     optimizer_parameters,
 )
-from lightning_3d.strategy.logged import LoggedValues
-from lightning_3d.strategy.metrics import MetricDoors
-from lightning_3d.strategy.optimizers import check_separable, reads_loss
-from lightning_3d.strategy.refusals import refuse_own_training
-from lightning_3d.strategy.replicas import share_generators
+from lightning_3d.strategy.logging.logged import LoggedValues
+from lightning_3d.strategy.logging.metrics import MetricDoors
 from lightning_3d.strategy.run import evaluate_without_inference_mode
-from lightning_3d.strategy.runner import BatchRunner
-from lightning_3d.strategy.runners import make_runner, relay_of
+from lightning_3d.strategy.setup.first_step import BegunLoaders, FirstStep
+from lightning_3d.strategy.setup.optimizers import check_separable, reads_loss
+from lightning_3d.strategy.setup.refusals import refuse_own_training
+from lightning_3d.strategy.steps.evaluation import Evaluator
+from lightning_3d.strategy.steps.runner import BatchRunner
+from lightning_3d.strategy.steps.runners import make_runner, relay_of
 
 
 class Mesh3DStrategy(ExplainingStrategy):

@@ -28,13 +28,13 @@ from lightning_3d.errors import MeshError
 from lightning_3d.faults.watch import FaultWatch
 from lightning_3d.mesh.spec import MODEL_GROUP, MeshSpec
 from lightning_3d.precision import Mesh3DPrecision
-from lightning_3d.strategy.callbacks import refuse_callbacks
-from lightning_3d.strategy.launcher import Mesh3DLauncher, check_started, end_earlier_job
-from lightning_3d.strategy.positions import position_of, tell_first
-from lightning_3d.strategy.refusals import refuse_compiled
-from lightning_3d.strategy.replicas import share_generators
+from lightning_3d.strategy.faults.positions import position_of, tell_first
+from lightning_3d.strategy.faults.replicas import share_generators
+from lightning_3d.strategy.launch.launcher import Mesh3DLauncher, check_started, end_earlier_job
+from lightning_3d.strategy.launch.spawning import Mesh3DProcessLauncher, start_method
 from lightning_3d.strategy.run import RunOnMesh
-from lightning_3d.strategy.spawning import Mesh3DProcessLauncher, start_method
+from lightning_3d.strategy.setup.callbacks import refuse_callbacks
+from lightning_3d.strategy.setup.refusals import refuse_compiled
 
 # Far longer than gloo's threads need, far shorter than a person notices.
 _SECONDS_FOR_LAST_FREES = 0.1

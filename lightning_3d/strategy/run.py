@@ -17,17 +17,17 @@ from lightning_3d.gradients import PipelineShare, clip_by_norm, clip_by_value
 from lightning_3d.mesh.device import build_device_mesh, data_axis_mesh, model_mesh, pipeline_mesh, tensor_mesh
 from lightning_3d.mesh.spec import MODEL_GROUP, MeshSpec
 from lightning_3d.random.streams import RandomStreams
-from lightning_3d.strategy.callbacks import CallbackDoors
 from lightning_3d.strategy.checkpoints import CheckpointDoor
-from lightning_3d.strategy.collectives import DataCollectives
-from lightning_3d.strategy.dealing import LoaderDealer
-from lightning_3d.strategy.ends import LoaderEnds
-from lightning_3d.strategy.named import NamedValues
-from lightning_3d.strategy.nonfinite import FiniteCheck
-from lightning_3d.strategy.places import LoaderPlaces
-from lightning_3d.strategy.replicas import ReplicaCheck, alike, drawing_alike
-from lightning_3d.strategy.signals import SignalsOfAll
-from lightning_3d.strategy.stopping import CommonStop
+from lightning_3d.strategy.data.dealing import LoaderDealer
+from lightning_3d.strategy.data.ends import LoaderEnds
+from lightning_3d.strategy.data.places import LoaderPlaces
+from lightning_3d.strategy.faults.nonfinite import FiniteCheck
+from lightning_3d.strategy.faults.replicas import ReplicaCheck, alike, drawing_alike
+from lightning_3d.strategy.faults.signals import SignalsOfAll
+from lightning_3d.strategy.faults.stopping import CommonStop
+from lightning_3d.strategy.logging.collectives import DataCollectives
+from lightning_3d.strategy.logging.named import NamedValues
+from lightning_3d.strategy.setup.callbacks import CallbackDoors
 
 
 class RunOnMesh:

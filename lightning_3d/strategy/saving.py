@@ -26,8 +26,8 @@ from lightning_3d.errors import CheckpointError, ModuleError
 from lightning_3d.initial.broadcast import BufferBroadcast
 from lightning_3d.log import get_logger
 from lightning_3d.shards.hook_values import without_hook_values
+from lightning_3d.strategy.data.places import with_marks, without_marks
 from lightning_3d.strategy.life import AppliedModule
-from lightning_3d.strategy.places import with_marks, without_marks
 from lightning_3d.strategy.processes import MeshStrategy
 
 _log = get_logger(__name__)

@@ -14,7 +14,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from lightning_3d.config.compose import run_hydra
 from lightning_3d.config.schema import RunConfig
-from lightning_3d.strategy.rank_command import path_override, rank_arguments
+from lightning_3d.strategy.launch.rank_command import path_override, rank_arguments
 
 Job: TypeAlias = Callable[[DictConfig], Any]
 Announce: TypeAlias = Callable[[RunConfig], None]

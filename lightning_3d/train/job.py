@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_3d.config.schema import RunConfig
 from lightning_3d.errors import ConfigError, Lightning3DError, nearest
 from lightning_3d.log import get_logger
-from lightning_3d.strategy.launcher import Mesh3DLauncher, single_job
+from lightning_3d.strategy.launch.launcher import Mesh3DLauncher, single_job
 from lightning_3d.train.prepare import SINGLE_STRATEGY, typed
 
 _log = get_logger(__name__)

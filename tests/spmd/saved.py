@@ -26,7 +26,7 @@ from lightning_3d.parallel.pipeline.plan import PipelinePlan, Stage
 from lightning_3d.parallel.pipeline.presence import presence_of
 from lightning_3d.shards.layout import Layout
 from lightning_3d.shards.presence import Presence
-from lightning_3d.strategy.optimizers import AbsentParameters
+from lightning_3d.strategy.setup.optimizers import AbsentParameters
 from tests.spmd.packed import TIED, Stack, cut_over, cut_parameters, cuts_of, expected_part, mesh_of, packed_of
 
 CPU = torch.device("cpu")

@@ -12,8 +12,8 @@ from torch import Tensor
 from torchmetrics import MaxMetric, MeanMetric, SumMetric
 
 from lightning_3d import Mesh3DPrecision
-from lightning_3d.strategy.gathering import gather_tensors
-from lightning_3d.strategy.named import NamedValues, Reduced, Share
+from lightning_3d.strategy.logging.gathering import gather_tensors
+from lightning_3d.strategy.logging.named import NamedValues, Reduced, Share
 from tests.spmd.fits import loader, share, trainer
 from tests.spmd.pool import run_spmd
 from tests.spmd.toys import Plain, classified

@@ -25,7 +25,7 @@ from lightning_3d.checkpoint.store import CheckpointState, save
 from lightning_3d.errors import CheckpointError
 from lightning_3d.initial.broadcast import BufferBroadcast
 from lightning_3d.mesh.spec import MeshSpec
-from lightning_3d.strategy.optimizers import AbsentParameters
+from lightning_3d.strategy.setup.optimizers import AbsentParameters
 from tests.marks import more
 from tests.spmd.packed import TIED, mesh_of
 from tests.spmd.pool import run_spmd

@@ -15,8 +15,8 @@ from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.wrappers import ClasswiseWrapper
 
 from lightning_3d.errors import BatchError, ModuleError
-from lightning_3d.strategy.metrics import MetricDoors
-from lightning_3d.strategy.relay import Relay
+from lightning_3d.strategy.logging.metrics import MetricDoors
+from lightning_3d.strategy.logging.relay import Relay
 from tests.spmd.pool import run_spmd
 
 pytestmark = pytest.mark.spmd

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_3d.errors import BatchError, ModuleError
-from lightning_3d.strategy.replicas import ReplicaCheck, batch_digest, share_generators
+from lightning_3d.strategy.faults.replicas import ReplicaCheck, batch_digest, share_generators
 from tests.spmd.pool import run_spmd
 
 

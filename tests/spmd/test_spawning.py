@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_3d.strategy.spawning import start_method
+from lightning_3d.strategy.launch.spawning import start_method
 from tests.marks import more
 
 pytestmark = [pytest.mark.spmd, pytest.mark.slow, pytest.mark.timeout(300)]

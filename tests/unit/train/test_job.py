@@ -5,7 +5,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.reference.gpt import GPT
-from lightning_3d.strategy.launcher import Mesh3DLauncher
+from lightning_3d.strategy.launch.launcher import Mesh3DLauncher
 from lightning_3d.train.job import _launch_as_hydra_wants, _told_plainly
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_3d.checkpoint.agreement import gather
-from lightning_3d.strategy.signals import SignalsOfAll
+from lightning_3d.strategy.faults.signals import SignalsOfAll
 
 # Numbers that travel with the names; more of them need a second collective.
 _INLINE = 58

@@ -16,9 +16,9 @@ from lightning_3d.batches.metrics import forget_batch, is_in_forward, note_batch
 from lightning_3d.graph.calls import shadow
 from lightning_3d.graph.metrics import metrics_of
 from lightning_3d.parallel.tensor.doors import whole
-from lightning_3d.strategy.gathering import gather_tensors
-from lightning_3d.strategy.relay import Relay
-from lightning_3d.strategy.windows import Windows
+from lightning_3d.strategy.logging.gathering import gather_tensors
+from lightning_3d.strategy.logging.relay import Relay
+from lightning_3d.strategy.logging.windows import Windows
 
 # What a metric holds beside its states.
 _CACHES = ("_update_count", "_computed", "_forward_cache", "_num_vals_seen")

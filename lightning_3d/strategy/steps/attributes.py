@@ -17,7 +17,7 @@ from lightning_3d.log import get_logger
 from lightning_3d.parallel.pipeline.plan import PipelinePlan
 from lightning_3d.parallel.pipeline.run.placeholder import Placeholder, resolve
 from lightning_3d.parallel.tensor.doors import whole
-from lightning_3d.strategy.relay import Relay
+from lightning_3d.strategy.logging.relay import Relay
 
 _log = get_logger(__name__)
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from lightning_3d.strategy.stopping import missing_ranks
+from lightning_3d.strategy.faults.stopping import missing_ranks
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from lightning_3d.errors import BatchError
 from lightning_3d.graph.calls import shadow
 from lightning_3d.graph.quiet import quiet
 from lightning_3d.log import get_logger
-from lightning_3d.strategy.collectives import DataCollectives
+from lightning_3d.strategy.logging.collectives import DataCollectives
 
 _logger = get_logger(__name__)
 _NO_BATCH = object()

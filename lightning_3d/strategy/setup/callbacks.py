@@ -24,8 +24,8 @@ from torch import Tensor
 from lightning_3d.batches.weights import LOSS
 from lightning_3d.errors import BatchError, ModuleError
 from lightning_3d.graph.calls import shadow
-from lightning_3d.strategy.collectives import DataCollectives
-from lightning_3d.strategy.summaries import WholeSummaries
+from lightning_3d.strategy.logging.collectives import DataCollectives
+from lightning_3d.strategy.setup.summaries import WholeSummaries
 
 # They decide by the loss of a batch, and one device's is that of all data ranks.
 _JUDGE_LOSSES = (_LRCallback, SpikeDetection)

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from lightning_3d.config.schema import StrategyConfig
 from lightning_3d.precision import Mesh3DPrecision
-from lightning_3d.strategy.attributes import StepAttributes
 from lightning_3d.strategy.life import AppliedModule
-from lightning_3d.strategy.metrics import MetricDoors
-from lightning_3d.strategy.pipeline_steps import PipelineRunner
-from lightning_3d.strategy.relay import Relay
+from lightning_3d.strategy.logging.metrics import MetricDoors
+from lightning_3d.strategy.logging.relay import Relay
 from lightning_3d.strategy.run import RunOnMesh
-from lightning_3d.strategy.runner import BatchRunner, RunnerParts
-from lightning_3d.strategy.steps import StepRunner
+from lightning_3d.strategy.steps.attributes import StepAttributes
+from lightning_3d.strategy.steps.pipeline import PipelineRunner
+from lightning_3d.strategy.steps.runner import BatchRunner, RunnerParts
+from lightning_3d.strategy.steps.whole import StepRunner
 
 
 def relay_of(applied: AppliedModule, run: RunOnMesh) -> Relay | None:

@@ -19,8 +19,8 @@ from lightning_3d.gradients import scale_gradients
 from lightning_3d.plan import MeshEngine
 from lightning_3d.precision import Mesh3DPrecision
 from lightning_3d.random.streams import RandomStreams
-from lightning_3d.strategy.aside import GradientsAside
-from lightning_3d.strategy.metrics import MetricDoors
+from lightning_3d.strategy.logging.metrics import MetricDoors
+from lightning_3d.strategy.steps.aside import GradientsAside
 
 _STEP_STREAM = "step"
 

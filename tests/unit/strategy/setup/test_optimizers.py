@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_3d.errors import ModuleError
-from lightning_3d.strategy.optimizers import AbsentParameters, check_separable
+from lightning_3d.strategy.setup.optimizers import AbsentParameters, check_separable
 
 
 class Half(L.LightningModule):

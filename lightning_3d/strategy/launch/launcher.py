@@ -20,7 +20,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from typing_extensions import override
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.strategy.rank_command import hydra_job, rank_command
+from lightning_3d.strategy.launch.rank_command import hydra_job, rank_command
 
 # What a launch and a seed leave in the environment; the next job in this process must find none of it.
 _LAUNCH_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")

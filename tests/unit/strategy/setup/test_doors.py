@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
-from lightning_3d.strategy.doors import ModuleDoors
+from lightning_3d.strategy.setup.doors import ModuleDoors
 
 
 class Logs(L.LightningModule):

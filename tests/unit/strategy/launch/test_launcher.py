@@ -9,8 +9,8 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_3d import Mesh3DStrategy
 from lightning_3d.errors import ConfigError
-from lightning_3d.strategy import launcher as launching
-from lightning_3d.strategy.launcher import Mesh3DLauncher, end_earlier_job, single_job
+from lightning_3d.strategy.launch import launcher as launching
+from lightning_3d.strategy.launch.launcher import Mesh3DLauncher, end_earlier_job, single_job
 
 _SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 _SLURM = {

@@ -21,9 +21,9 @@ from torch import Tensor
 from lightning_3d.batches.logs import log_options, reduction_name
 from lightning_3d.batches.metrics import MetricState, batch_of, computed
 from lightning_3d.graph.calls import shadow
-from lightning_3d.strategy.metrics import MetricDoors
-from lightning_3d.strategy.named import NamedValues, Reduced, Share
-from lightning_3d.strategy.outputs import are_seen
+from lightning_3d.strategy.logging.metrics import MetricDoors
+from lightning_3d.strategy.logging.named import NamedValues, Reduced, Share
+from lightning_3d.strategy.steps.outputs import are_seen
 
 V = TypeVar("V")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.shards.executor import Shard
-from lightning_3d.strategy import watching
+from lightning_3d.strategy.setup import watching
 from tests.unit.shards.twins import Twins
 
 _GROUP: Any = None

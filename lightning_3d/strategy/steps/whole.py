@@ -18,7 +18,7 @@ from lightning_3d.errors import ModuleError
 from lightning_3d.graph.calls import shadow
 from lightning_3d.parallel.data.engine import explained
 from lightning_3d.random.seeds import derive_seed
-from lightning_3d.strategy.runner import BatchRunner
+from lightning_3d.strategy.steps.runner import BatchRunner
 
 
 class StepRunner(BatchRunner):

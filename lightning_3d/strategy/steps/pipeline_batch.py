@@ -20,7 +20,7 @@ from lightning_3d.errors import Lightning3DError, ModuleError
 from lightning_3d.graph.calls import shadow
 from lightning_3d.graph.quiet import quiet
 from lightning_3d.parallel.tensor.doors import whole
-from lightning_3d.strategy.steps import no_loss, output_shares
+from lightning_3d.strategy.steps.whole import no_loss, output_shares
 
 _OUTPUT, _LOGGED = "output", "logged"
 

@@ -16,7 +16,7 @@ from lightning_3d.parallel.tensor.proof.prove import startup_proof
 from lightning_3d.parallel.tensor.proof.ranks import StepCall
 from lightning_3d.parallel.tensor.proof.result import Proof, Skipped
 from lightning_3d.plan import Plan
-from lightning_3d.strategy.first_step import FirstStep
+from lightning_3d.strategy.setup.first_step import FirstStep
 
 
 def agreed_plan(plan: Plan, group: dist.ProcessGroup) -> Plan:

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from lightning_3d.errors import BatchError
-from lightning_3d.strategy.dealing import LoaderDealer
+from lightning_3d.strategy.data.dealing import LoaderDealer
 
 
 def dealt(loader: Any, ranks: int, rank: int, *, fill: bool) -> Any:

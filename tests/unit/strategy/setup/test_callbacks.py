@@ -14,9 +14,9 @@ from torch import nn
 
 from lightning_3d.cli import VERBS
 from lightning_3d.errors import BatchError, ModuleError
-from lightning_3d.strategy.callbacks import MeshThroughput, refuse_callbacks
 from lightning_3d.strategy.run import evaluate_without_inference_mode
-from lightning_3d.strategy.summaries import WholeSummaries
+from lightning_3d.strategy.setup.callbacks import MeshThroughput, refuse_callbacks
+from lightning_3d.strategy.setup.summaries import WholeSummaries
 
 
 def _trainer(*callbacks: Callback) -> L.Trainer:

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from lightning_3d.graph.calls import shadow
 from lightning_3d.shards.absent import check_readable
 from lightning_3d.shards.hook_values import HookValues, as_everywhere
-from lightning_3d.strategy.hooks import open_hooks
-from lightning_3d.strategy.optimizers import AbsentParameters
+from lightning_3d.strategy.setup.hooks import open_hooks
+from lightning_3d.strategy.setup.optimizers import AbsentParameters
 
 _TOGGLES = ("toggle_optimizer", "untoggle_optimizer")
 # Where a finetuning callback changes parameter groups and writes them down, and where it makes them anew from that.

@@ -15,13 +15,13 @@ from lightning_3d.log import get_logger
 from lightning_3d.parallel.data.engine import explained
 from lightning_3d.parallel.pipeline.engine import PipelineEngine
 from lightning_3d.random.seeds import derive_seed
-from lightning_3d.strategy.attributes import StepAttributes
-from lightning_3d.strategy.collectives import DataCollectives
-from lightning_3d.strategy.outputs import are_seen
-from lightning_3d.strategy.pipelined import BatchLoss, PipelinedBatch, StepOutcome, kinds_of
-from lightning_3d.strategy.relay import Relay
-from lightning_3d.strategy.runner import BatchRunner, RunnerParts
-from lightning_3d.strategy.steps import to_go_back_from
+from lightning_3d.strategy.logging.collectives import DataCollectives
+from lightning_3d.strategy.logging.relay import Relay
+from lightning_3d.strategy.steps.attributes import StepAttributes
+from lightning_3d.strategy.steps.outputs import are_seen
+from lightning_3d.strategy.steps.pipeline_batch import BatchLoss, PipelinedBatch, StepOutcome, kinds_of
+from lightning_3d.strategy.steps.runner import BatchRunner, RunnerParts
+from lightning_3d.strategy.steps.whole import to_go_back_from
 
 _log = get_logger(__name__)
 _TRAINING = "training_step"

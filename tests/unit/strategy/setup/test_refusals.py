@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 from lightning_3d.errors import ModuleError
-from lightning_3d.strategy.refusals import refuse_own_training
+from lightning_3d.strategy.setup.refusals import refuse_own_training
 
 
 class Plain(L.LightningModule):

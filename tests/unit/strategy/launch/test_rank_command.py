@@ -10,7 +10,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf, open_dict
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.strategy.rank_command import path_override, rank_arguments, rank_command
+from lightning_3d.strategy.launch.rank_command import path_override, rank_arguments, rank_command
 
 _DIRECTORY = "/runs/a=1,b='x' {y}"
 

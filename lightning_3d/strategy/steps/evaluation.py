@@ -9,9 +9,9 @@ from typing import Any
 from lightning.pytorch import LightningModule
 
 from lightning_3d.precision import Mesh3DPrecision
-from lightning_3d.strategy.ends import LoaderEnds
-from lightning_3d.strategy.logged import LoggedValues
-from lightning_3d.strategy.runner import BatchRunner
+from lightning_3d.strategy.data.ends import LoaderEnds
+from lightning_3d.strategy.logging.logged import LoggedValues
+from lightning_3d.strategy.steps.runner import BatchRunner
 
 _STAGE_OF_RUN: Mapping[str, str] = {"predict": "predict", "test": "test"}
 

@@ -1,0 +1,1 @@
+"""Other processes of the job: started again, or spawned."""

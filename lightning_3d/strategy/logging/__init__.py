@@ -1,0 +1,1 @@
+"""Logged values, metrics and reductions: equal on all ranks, and to one device."""

@@ -1,0 +1,1 @@
+"""What runs a batch: whole, in micro-batches, or through a pipeline."""
