@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 
@@ -16,7 +17,8 @@ def fake_parameters(module: nn.Module) -> Iterator[dict[int, str]]:
     """Context in which every parameter of a module is a FakeTensor.
 
     Tied parameters stay tied, frozen ones frozen. Buffers and other tensors stay as they are, but those on the meta
-    device are fake too; what was on the meta device is on the CPU. Only what meets a parameter has no values then.
+    device are fake too. All are where the module says it is, on the CPU if it is on the meta device. Only what meets a
+    parameter has no values then.
 
     Args:
         module: The whole module, real or on the meta device.
@@ -24,14 +26,17 @@ def fake_parameters(module: nn.Module) -> Iterator[dict[int, str]]:
     Yields:
         The first name of each parameter, by the id of its fake one.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # What runs without values as a whole has a mode of its own, and two do not go together.
+    mode = detect_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
+    device = getattr(module, "device", torch.device("cpu"))
+    device = torch.device("cpu") if device.type == "meta" else device
     fakes: dict[int, Tensor] = {}
 
     def fake(value: Any) -> Any:
         if not _has_to_be_fake(value):
             return value
         if id(value) not in fakes:
-            fakes[id(value)] = _fake(value, mode)
+            fakes[id(value)] = _fake(value, mode, device)
         return fakes[id(value)]
 
     replaced: list[tuple[dict[str, Any], str, Any]] = []
@@ -56,9 +61,9 @@ def _holds_any(value: Any) -> bool:
     return any(map(_has_to_be_fake, value)) if isinstance(value, list) else _has_to_be_fake(value)
 
 
-def _fake(value: Tensor, mode: FakeTensorMode) -> Tensor:
+def _fake(value: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
     with mode:
-        fake = torch.empty(value.shape, dtype=value.dtype, device="cpu" if value.is_meta else value.device)
+        fake = torch.empty(value.shape, dtype=value.dtype, device=device)
     if not isinstance(value, nn.Parameter):
         return fake
     parameter = nn.Parameter(fake, requires_grad=value.requires_grad)

@@ -20,6 +20,7 @@ from lightning_3d.errors import ModuleError
 from lightning_3d.graph.beside import kept_beside
 from lightning_3d.graph.compiled import compiled_parts
 from lightning_3d.graph.compiling import check_compiler
+from lightning_3d.graph.on_device import on_device
 from lightning_3d.graph.parameters import class_name
 from lightning_3d.initial.broadcast import BufferBroadcast
 from lightning_3d.initial.replay import InitTape
@@ -173,7 +174,9 @@ def _planned(
         share_gradient_hooks(module, run.world_group)
     # Manual optimization runs backward inside the step, which only an engine of units can follow.
     inside = not module.automatic_optimization and spec.data > 1
-    return agreed_plan(make_plan(module, spec, config, casts=casts, backward_inside=inside, step=step), run.world_group)
+    with on_device(module, run.device):
+        plan = make_plan(module, spec, config, casts=casts, backward_inside=inside, step=step)
+    return agreed_plan(plan, run.world_group)
 
 
 def _pipeline_report(plan: Plan, microbatches: int, module: LightningModule) -> PipelineReport | None:

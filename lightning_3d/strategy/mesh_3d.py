@@ -18,6 +18,7 @@ from typing_extensions import override
 from lightning_3d.batches.micro import MicroBatches
 from lightning_3d.config.schema import StrategyConfig
 from lightning_3d.errors import ModuleError
+from lightning_3d.graph.on_device import on_device
 from lightning_3d.initial.record import InitRecorder
 from lightning_3d.initial.replay import InitTape
 from lightning_3d.mesh.spec import MODEL_GROUP
@@ -214,10 +215,11 @@ class Mesh3DStrategy(ExplainingStrategy):
             if self.mesh_spec.size(MODEL_GROUP) > 1:
                 share_generators(self._on_mesh.model_group)
                 cut = MicroBatches(module, self.config) if pipelined else None
-                step = FirstStep(module.trainer, module, self._precision, data_rank=self.data_rank, cut=cut)
+                with on_device(module, self.root_device):
+                    step = FirstStep(module.trainer, module, self._precision, data_rank=self.data_rank, cut=cut)
+                    self._on_mesh.callbacks.summaries.make(module)
                 # Not the step itself: its batch must not live as long as the run.
                 self._begun_loaders = step.begun
-                self._on_mesh.callbacks.summaries.make(module)
             self._applied = apply_module(
                 module,
                 self._on_mesh,
