@@ -10,7 +10,7 @@ export PIP_ROOT_USER_ACTION := ignore
 ONE_THREAD = OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-compare test test-all check lint parity features bench docs clean
+.PHONY: help demo demo-compare test test-all check lint parity features faults bench docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,10 @@ parity: $(VENV)/.with-test ## every row against one device; writes docs/parity.m
 
 features: $(VENV)/.with-test ## every feature of the Trainer on every mesh; writes docs/features.md
 	$(ONE_THREAD) $(BIN)/python -m tests.features.run
+
+# python -m tests.faults.matrix, checkpoints of every mesh on every other, belongs here too once it is there.
+faults: $(VENV)/.with-test ## ranks killed at random moments; writes docs/faults.md
+	$(ONE_THREAD) $(BIN)/python -m tests.faults.kill
 
 bench: $(VENV)/.with-test ## step times beside Lightning's own strategies and hand-written loops
 	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.data_axis
