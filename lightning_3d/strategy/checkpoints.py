@@ -32,6 +32,7 @@ from lightning_3d.checkpoint.store import MODULE_KEY, OPTIMIZERS_KEY, Checkpoint
 from lightning_3d.precision import Mesh3DPrecision
 from lightning_3d.shards.layout import Layout
 from lightning_3d.shards.presence import Presence
+from lightning_3d.strategy.faults.replicas import check_same_checkpoint
 
 _PRECISION_KEY = Mesh3DPrecision.__qualname__
 # Under this name plain Lightning keeps the state of its loss scaler.
@@ -112,6 +113,7 @@ class CheckpointDoor:
         if self._background is not None:
             self._background.wait()
         stored = open_checkpoint(path, weights_only=weights_only, group=self._group, reader=reader)
+        check_same_checkpoint(path, stored.metadata.get("global_step"), stored.random, self._group)
         self._stored = stored
         content = dict(stored.metadata)
         if _LIGHTNING_PRECISION_KEY in content:

@@ -19,6 +19,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
@@ -30,7 +31,9 @@ from lightning_3d.mesh.spec import MODEL_GROUP, MeshSpec
 from lightning_3d.precision import Mesh3DPrecision
 from lightning_3d.strategy.faults.positions import position_of, tell_first
 from lightning_3d.strategy.faults.replicas import share_generators
+from lightning_3d.strategy.faults.restarts import Restarts
 from lightning_3d.strategy.launch.launcher import Mesh3DLauncher, check_started, end_earlier_job
+from lightning_3d.strategy.launch.meeting import lends_store, meet
 from lightning_3d.strategy.launch.spawning import Mesh3DProcessLauncher, start_method
 from lightning_3d.strategy.run import RunOnMesh
 from lightning_3d.strategy.setup.callbacks import refuse_callbacks
@@ -50,6 +53,7 @@ class MeshStrategy(ParallelStrategy):
     strategy_name = "mesh_3d"
     _connected: LightningModule | None = None
     _watch: FaultWatch | None = None
+    _restarts: Restarts | None = None
 
     def __init__(self, config: StrategyConfig) -> None:
         self.config = config
@@ -200,10 +204,15 @@ class MeshStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         if not dist.is_initialized():
             atexit.register(_end_processes)
+        timeout = timedelta(seconds=self.config.timeout_seconds)
+        met: dict[str, Any] = (
+            {"store": meet("group", timeout)[0]} if lends_store() and not dist.is_initialized() else {}
+        )
         _init_dist_connection(
             self.cluster_environment,
             self.process_group_backend,
-            timeout=timedelta(seconds=self.config.timeout_seconds),
+            timeout=timeout,
+            **met,
             device_id=self.root_device if self.root_device.type != "cpu" else None,
         )
         if self._run is None:
@@ -221,6 +230,9 @@ class MeshStrategy(ParallelStrategy):
             )
             replicated = self.mesh_spec.size(MODEL_GROUP) == 1 and self.config.zero_stage == 0
             refuse_callbacks(trainer, cut=not replicated)
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self._restarts = Restarts(self._run.world_group)
+            self._restarts.begin_fit(self.lightning_module.trainer)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

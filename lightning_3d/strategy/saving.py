@@ -176,6 +176,8 @@ class SavingStrategy(MeshStrategy):
             )
         applied = self._module_on_mesh
         path = self.broadcast(str(filepath))
+        if self._restarts is not None:
+            self._restarts.saving(path, checkpoint)
         self._on_mesh.checkpoints.save(
             without_marks(checkpoint),
             path,

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_3d.batches.loaders import LoaderInPlace
 from lightning_3d.checkpoint.agreement import gather
-from lightning_3d.errors import BatchError, ModuleError
+from lightning_3d.errors import BatchError, CheckpointError, ModuleError
 
 # Batches after which it is known whether a loader draws in this process; the first one may have been taken before.
 _LOOKED_AT = 2
@@ -147,6 +147,30 @@ class ReplicaCheck:
 
     def _unlike_first(self, digests: Sequence[bytes]) -> list[int]:
         return [rank for rank, digest in zip(self._ranks, digests, strict=True) if digest != digests[0]]
+
+
+def check_same_checkpoint(path: object, step: object, content: Any, group: dist.ProcessGroup) -> None:
+    """Refuses to put a state together from different checkpoints, which nodes may have on disks of their own.
+
+    Every rank calls it.
+
+    Args:
+        path: Where each rank has opened one.
+        step: Of which step it is.
+        content: What is in every copy of it, and in no other.
+        group: All ranks.
+
+    Raises:
+        CheckpointError: On every rank, with the steps.
+    """
+    seen = gather(group, (batch_digest((step, content)), step))
+    different = {rank: found for rank, (digest, found) in enumerate(seen) if digest != seen[0][0]}
+    if different:
+        raise CheckpointError(
+            f"{path} is not the same checkpoint on all nodes: of step {seen[0][1]} on rank 0, of step "
+            f"{next(iter(different.values()))} on ranks {_listed(different)}.",
+            fix="load one that all nodes have, or copy that of one node to the others",
+        )
 
 
 def batch_digest(batch: Any) -> bytes:
