@@ -5,6 +5,8 @@ Every figure is an estimate, not a measurement.
 
 from lightning_3d.planner.cluster import Cluster, Level, load_cluster
 from lightning_3d.planner.model import BlockModel, Bytes, Matrix, ModelGraph, Part
+from lightning_3d.planner.predict import predict
+from lightning_3d.planner.prediction import MemoryParts, Prediction, TimeParts
 from lightning_3d.planner.recipes import BYTE_RECIPES, ByteRecipe
 from lightning_3d.planner.shapes import BatchShape, DecoderShape, MeshShape
 from lightning_3d.planner.software import MEGATRON, THIS_LIBRARY, Software
@@ -21,9 +23,13 @@ __all__ = [
     "DecoderShape",
     "Level",
     "Matrix",
+    "MemoryParts",
     "MeshShape",
     "ModelGraph",
     "Part",
+    "Prediction",
     "Software",
+    "TimeParts",
     "load_cluster",
+    "predict",
 ]

@@ -16,6 +16,8 @@ class Software:
         overlaps_tensor: So do the sums of the tensor axis.
         selective: What "selective" checkpointing keeps: the "products" with weights, or all but the core of
             "attention" (Korthikanti et al. 2022).
+        shards_by_unit: The data axis gathers and reduces block by block, as torch's fully_shard does.
+        scatters_boundaries: Tensor ranks share out what a stage sends, instead of each sending all of it.
         buffers_per_microbatch: A pipeline receives each micro-batch into memory of its own, as torch's schedules do.
         logit_bytes: Bytes of each logit from the head to the loss and back: 16-bit logits, their 32-bit copy and its
             gradient, and 16-bit gradients where the softmax is not fused.
@@ -27,6 +29,8 @@ class Software:
     overlaps_data: bool = True
     overlaps_tensor: bool = False
     selective: Literal["products", "attention"] = "products"
+    shards_by_unit: bool = True
+    scatters_boundaries: bool = False
     buffers_per_microbatch: bool = True
     logit_bytes: float = 14.0
     reduced: float | None = None
@@ -40,6 +44,8 @@ MEGATRON = Software(
     fused_attention=False,
     overlaps_data=False,
     selective="attention",
+    shards_by_unit=False,
+    scatters_boundaries=True,
     buffers_per_microbatch=False,
     logit_bytes=10.0,
     reduced=2.0,
