@@ -1,0 +1,109 @@
+"""Which blocks lie on which pipeline rank, as far as a price depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from lightning_3d.errors import MeshError
+from lightning_3d.parallel.pipeline.balance import balanced
+from lightning_3d.parallel.pipeline.placement import ranks_of_stages
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Blocks on pipeline ranks.
+
+    Attributes:
+        spans: For each rank, first and last-but-one block of each of its stages.
+        first: Rank of the first stage.
+        last: Rank of the last stage.
+    """
+
+    spans: tuple[tuple[tuple[int, int], ...], ...]
+    first: int
+    last: int
+
+    def sums(self, prefix: Sequence[float]) -> list[float]:
+        """Returns for each rank the sum over its blocks.
+
+        Args:
+            prefix: Sums over the blocks before each block, and over all.
+        """
+        if len(self.spans[0]) == 1:
+            return [prefix[end] - prefix[begin] for ((begin, end),) in self.spans]
+        return [sum(prefix[end] - prefix[begin] for begin, end in row) for row in self.spans]
+
+
+def place_blocks(
+    costs: Sequence[float],
+    *,
+    schedule: str,
+    ranks: int,
+    stages_per_rank: int,
+    last_cost: float = 0.0,
+    layers_per_stage: Sequence[int] | None = None,
+) -> Layout:
+    """Returns where the blocks of a model lie.
+
+    Args:
+        costs: Cost of each block.
+        schedule: Name of the schedule.
+        ranks: Degree of the pipeline axis.
+        stages_per_rank: Stages that each rank owns.
+        last_cost: Of what runs after the blocks, in the same unit.
+        layers_per_stage: Blocks of each stage; None: so that the largest stage costs least.
+
+    Raises:
+        MeshError: There are more stages than blocks, or the layers do not add up.
+    """
+    stages, count = ranks * stages_per_rank, len(costs)
+    if stages > count and layers_per_stage is None:
+        raise MeshError(
+            f"{count} blocks cannot fill {stages} stages (pipeline {ranks} x {stages_per_rank} stages on a rank).",
+            valid=f"pipeline_parallel_size x stages_per_rank of at most {count}",
+        )
+    if layers_per_stage is not None and (len(layers_per_stage) != stages or sum(layers_per_stage) != count):
+        raise MeshError(
+            f"layers_per_stage has {len(layers_per_stage)} stages with {sum(layers_per_stage)} blocks in all, "
+            f"the mesh has {stages} stages and the model {count} blocks."
+        )
+    layers = tuple(layers_per_stage or _balanced(costs, stages, last_cost))
+    ends = tuple(accumulate(layers, initial=0))
+    placed = ranks_of_stages(schedule, ranks, stages_per_rank)
+    spans = tuple(
+        tuple((ends[stage], ends[stage + 1]) for stage in range(stages) if placed[stage] == rank)
+        for rank in range(ranks)
+    )
+    return Layout(spans=spans, first=placed[0], last=placed[-1])
+
+
+def _balanced(costs: Sequence[float], stages: int, last_cost: float) -> tuple[int, ...]:
+    if stages == 1:
+        return (len(costs),)
+    if min(costs) == max(costs) and costs[0] > 0:
+        return _equal(len(costs), stages, last_cost / costs[0])
+    return balanced([*costs[:-1], costs[-1] + last_cost], stages)
+
+
+def _equal(count: int, stages: int, after: float) -> tuple[int, ...]:
+    """The cut of equal blocks: ``balanced`` in closed form.
+
+    Args:
+        count: Number of blocks.
+        stages: Number of stages.
+        after: What follows the last block, in blocks.
+    """
+    rest = stages - 1
+
+    def price(last: int) -> tuple[float, float, int]:
+        base, more = divmod(count - last, rest)
+        blocks = (rest - more) * base**2 + more * (base + 1) ** 2
+        largest = max(base + (1 if more else 0), last + after)
+        # As in balanced(): the largest, then how costs differ, then how numbers of blocks do.
+        return round(largest, 6), round(blocks + (last + after) ** 2, 6), blocks + last**2
+
+    last = min(range(1, -(-count // stages) + 1), key=lambda last: (*price(last), -last))
+    base, more = divmod(count - last, rest)
+    return (*(base,) * (rest - more), *(base + 1,) * more, last)
