@@ -8,7 +8,7 @@ unsplit module, and ``meta.pt`` with everything else in plain containers. A tied
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ class CheckpointState:
         random: From ``generators.random_state``, or None.
         presence: The ranks of the pipeline, which have each other's absent tensors; None without one.
         places: Where the training loaders are, in plain containers.
+        about: The mesh that saves it and the structure of the module, in plain containers.
     """
 
     metadata: Mapping[str, Any]
@@ -63,6 +64,7 @@ class CheckpointState:
     random: Mapping[str, Any] | None = None
     presence: Presence | None = None
     places: Sequence[Mapping[str, Any] | None] = ()
+    about: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -72,6 +74,7 @@ class CheckpointState:
         layouts: Mapping[str, Layout] = NO_LAYOUTS,
         presence: Presence | None = None,
         places: Sequence[Mapping[str, Any] | None] = (),
+        about: Mapping[str, Any] | None = None,
     ) -> CheckpointState:
         """Returns the state that Lightning's ``dump_checkpoint`` collected.
 
@@ -82,6 +85,7 @@ class CheckpointState:
                 packed ones are turned back to their original order here.
             presence: The ranks of the pipeline, None without one.
             places: See the class.
+            about: See the class.
         """
         metadata = {key: value for key, value in checkpoint.items() if key not in (MODULE_KEY, OPTIMIZERS_KEY)}
         return cls(
@@ -91,6 +95,7 @@ class CheckpointState:
             random=random,
             presence=presence,
             places=places,
+            about=about or {},
         )
 
 
@@ -243,6 +248,7 @@ def _meta(
             "extra": _pair(to_plain(dict(extra), MODULE_KEY)),
             "random": random if state.random is not None else None,
             "places": _pair(to_plain(list(state.places), "places")),
+            "about": to_plain(dict(state.about), "about").value,
         }
     return {**plain.value, OURS: ours}
 

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_3d.checkpoint.layout import every_name
+from lightning_3d.checkpoint.structure import Structure
 from lightning_3d.config.schema import StrategyConfig
 from lightning_3d.errors import ModuleError
 from lightning_3d.graph.beside import kept_beside
@@ -56,6 +57,7 @@ class AppliedModule:
         copies: Copies of it that stand beside it.
         doors: Its methods that know the mesh, while a Trainer runs it.
         layouts: How the tensor axis cuts parameters, by every name that a checkpoint has for them.
+        structure: Which classes it is made of, for checkpoints.
         proof: Whether the plan of its tensor axis was proved; None without one.
         presence: What the ranks of its pipeline have; None without a pipeline axis.
         pipeline_report: What its pipeline costs; None without a pipeline axis.
@@ -68,6 +70,7 @@ class AppliedModule:
     copies: ModuleCopies
     doors: ModuleDoors
     layouts: Mapping[str, Layout]
+    structure: Structure
     proof: Proof | Skipped | None = None
     presence: Presence | None = None
     pipeline_report: PipelineReport | None = None
@@ -106,6 +109,7 @@ def apply_module(
         ModuleError: It is cut already, or on the meta device without a recording.
     """
     _check(module, run.device, spec=spec, config=config, tape=tape)
+    structure = Structure.of(module)
     beside = kept_beside(getattr(module._trainer, "callbacks", ()), module)
     precision.convert_module(module)
     plan = _planned(module, run, spec=spec, config=config, casts=precision.shards_cast, step=step)
@@ -135,6 +139,7 @@ def apply_module(
         copies=copies,
         doors=ModuleDoors(module, hook_values(presence, holders)),
         layouts=every_name(module, plan.layouts),
+        structure=structure,
         proof=proof,
         presence=presence,
         pipeline_report=None if step is None else _pipeline_report(plan, step.microbatches, module),
