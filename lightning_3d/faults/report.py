@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -70,6 +71,15 @@ def grouped(positions: Mapping[int, str]) -> Iterator[tuple[str, str]]:
 def is_consequence(error: BaseException) -> bool:
     """Whether an error is what a rank meets in a collective when others are gone, or do not come."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _GLOO in str(error))
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """Adds a text to an error, which is printed below it."""
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    else:
+        # Python 3.10 has no notes.
+        sys.stderr.write(f"{text}\n")
 
 
 def traceback_of(error: BaseException) -> str:

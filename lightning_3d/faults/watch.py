@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_3d.faults.agent import tell_agent_of
 from lightning_3d.faults.hub import BYE, FAILED, HELLO, IS_CAUSE, POSITION, VERDICT, Hub
 from lightning_3d.faults.report import Fault, is_consequence, traceback_of
 from lightning_3d.log import get_logger
@@ -134,6 +135,8 @@ class FaultWatch:
         sys.stderr.write(f"rank {self._rank} ends here, in {self._where()}: {self._fault}\n")
         sys.stderr.flush()
         sys.stdout.flush()
+        if self._fault is not None:
+            tell_agent_of(self._fault)
         # Nothing milder ends a thread that waits in a collective.
         os._exit(_EXIT_STATUS)
 

@@ -26,10 +26,13 @@ from typing_extensions import override
 
 from lightning_3d.config.schema import NEW_PROGRAMS, StrategyConfig
 from lightning_3d.errors import MeshError
+from lightning_3d.faults.agent import tell_agent, tell_agent_of
+from lightning_3d.faults.report import add_note, is_consequence
 from lightning_3d.faults.watch import FaultWatch
 from lightning_3d.mesh.spec import MODEL_GROUP, MeshSpec
 from lightning_3d.precision import Mesh3DPrecision
-from lightning_3d.strategy.faults.positions import position_of, tell_first
+from lightning_3d.strategy.faults.memory import is_out_of_memory, memory_hint
+from lightning_3d.strategy.faults.positions import Doing, tell_first
 from lightning_3d.strategy.faults.replicas import share_generators
 from lightning_3d.strategy.faults.restarts import Restarts
 from lightning_3d.strategy.launch.launcher import Mesh3DLauncher, check_started, end_earlier_job
@@ -54,12 +57,14 @@ class MeshStrategy(ParallelStrategy):
     _connected: LightningModule | None = None
     _watch: FaultWatch | None = None
     _restarts: Restarts | None = None
+    _told: BaseException | None = None
 
     def __init__(self, config: StrategyConfig) -> None:
         self.config = config
         self.num_nodes = 1
         self._spec: MeshSpec | None = None
         self._run: RunOnMesh | None = None
+        self._doing = Doing()
         super().__init__()
 
     @classmethod
@@ -226,7 +231,7 @@ class MeshStrategy(ParallelStrategy):
         if self.world_size > 1:
             trainer = self.lightning_module.trainer
             self._watch = FaultWatch(
-                self._run.world_group, self.cluster_environment.main_address, partial(position_of, trainer)
+                self._run.world_group, self.cluster_environment.main_address, partial(self._doing.position, trainer)
             )
             replicated = self.mesh_spec.size(MODEL_GROUP) == 1 and self.config.zero_stage == 0
             refuse_callbacks(trainer, cut=not replicated)
@@ -237,13 +242,28 @@ class MeshStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Lets the other ranks know, those that wait in a collective by closing this rank's connections."""
+        self._tell(exception)
         watch = self._watch
-        if watch is not None:
-            watch.failed(exception)
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.destroy_process_group()
         if watch is not None:
-            tell_first(exception, watch.first(), self.global_rank)
+            fault = watch.first()
+            tell_first(exception, fault, self.global_rank)
+            if fault is not None and is_consequence(exception):
+                tell_agent_of(fault)
+        tell_agent(exception)
+
+    def _tell(self, exception: BaseException) -> None:
+        """Lets the other ranks know that this one fails, once, and the agent that has started it."""
+        if self._told is exception:
+            return
+        self._told = exception
+        if is_out_of_memory(exception):
+            add_note(exception, memory_hint(self.config, self.mesh_spec))
+        if self._watch is not None:
+            self._watch.failed(exception)
+        if not is_consequence(exception):
+            tell_agent(exception)
 
     def _end_watch(self) -> None:
         if self._watch is not None:

@@ -13,6 +13,8 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -28,6 +30,8 @@ from lightning_3d.initial.broadcast import BufferBroadcast
 from lightning_3d.log import get_logger
 from lightning_3d.shards.hook_values import without_hook_values
 from lightning_3d.strategy.data.places import with_marks, without_marks
+from lightning_3d.strategy.faults.positions import during
+from lightning_3d.strategy.faults.signals import path_at_signal
 from lightning_3d.strategy.life import AppliedModule
 from lightning_3d.strategy.processes import MeshStrategy
 
@@ -91,6 +95,21 @@ class SavingStrategy(MeshStrategy):
         here = {name: self.root_device if is_absent(value) else value.device for name, value in held.items()}
         return {name: tensor.to(here[name]) for name, tensor in whole.items()}
 
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Saves where a signal ends the run and nobody else saves; then lets the other ranks know."""
+        module = self.lightning_module
+        trainer = None if module is None else module._trainer
+        if isinstance(exception, SIGTERMException) and trainer is not None and self._told is not exception:
+            path = path_at_signal(trainer)
+            self._tell(exception)
+            if path is not None:
+                trainer.save_checkpoint(path)
+                rank_zero_info("SIGTERM: saved %s, to go on from with ckpt_path", path)
+            # What is being written cannot be finished when the ranks have parted.
+            self._finish_writing()
+        super().on_exception(exception)
+
     def _stop_with_all(self) -> None:
         """After an exception, lets this rank save only with all others: one that is in a step still will never come.
 
@@ -102,7 +121,11 @@ class SavingStrategy(MeshStrategy):
         trainer = None if module is None else module._trainer
         if trainer is None or trainer.state.status != TrainerStatus.INTERRUPTED or self.world_size == 1:
             return
-        reason, exception = self._why_not_together(), sys.exc_info()[1]
+        exception = sys.exc_info()[1]
+        if exception is not None:
+            # At once: finding out takes time, in which the others could end.
+            self._tell(exception)
+        reason = self._why_not_together()
         if reason and exception is not None:
             _log.error("No checkpoint is saved at this exception: %s.", reason)
             self.on_exception(exception)
@@ -155,6 +178,7 @@ class SavingStrategy(MeshStrategy):
             self._members = [members_of(applied.module, optimizer) for optimizer in self.optimizers]
 
     @override
+    @during("saving a checkpoint")
     @without_hook_values()
     def lightning_module_state_dict(self) -> dict[str, Any]:
         # The first that Lightning asks for when it saves.
@@ -172,6 +196,7 @@ class SavingStrategy(MeshStrategy):
         return optimizer_state(applied.module, plain, applied.layouts, presence=applied.presence, recorded=known)
 
     @override
+    @during("saving a checkpoint")
     @without_hook_values()
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         writer = self._own_io
@@ -196,6 +221,7 @@ class SavingStrategy(MeshStrategy):
         )
 
     @override
+    @during("loading a checkpoint")
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         # Lightning loads before setup. The module is cut now, so that each rank reads its own part only.
         applied = self._apply()
@@ -212,6 +238,7 @@ class SavingStrategy(MeshStrategy):
         return checkpoint
 
     @override
+    @during("loading a checkpoint")
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         applied = self._module_on_mesh
         self._on_mesh.checkpoints.load_module(
@@ -224,6 +251,7 @@ class SavingStrategy(MeshStrategy):
         )
 
     @override
+    @during("loading a checkpoint")
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         applied = self._module_on_mesh
         self._on_mesh.checkpoints.load_optimizers(

@@ -118,8 +118,9 @@ def _found_checkpoint(path: str | None) -> str | None:
 
 
 def _newest(runs: Path) -> str:
-    """The last checkpoint of the task's run that saved last."""
-    found = sorted(runs.rglob("checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)
+    """The last checkpoint of the task's run that saved last, which may be one that a signal has asked for."""
+    found = [path for name in ("last.ckpt", "sigterm-step=*.ckpt") for path in runs.rglob(f"checkpoints/{name}")]
+    found.sort(key=lambda path: path.stat().st_mtime)
     if not found:
         raise CheckpointError(
             f"ckpt_path=last finds no checkpoints/last.ckpt below {runs.absolute()}",

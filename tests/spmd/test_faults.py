@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.marks import more
+from tests.spmd.faulty import TIMEOUT
 
 pytestmark = [pytest.mark.spmd, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -61,7 +62,9 @@ def ended(end: str, rank: int, directory: Path, strategy: dict[str, Any], *how: 
     assert len(processes) == RANKS, output
     while any(map(_is_there, processes)):
         time.sleep(0.05)
-    return Ended(code=program.returncode, output=output, seconds=time.time() - float((directory / "time").read_text()))
+    time_file = directory / "time"
+    began = float(time_file.read_text()) if time_file.exists() else time.time()
+    return Ended(code=program.returncode, output=output, seconds=time.time() - began)
 
 
 def _environment() -> dict[str, str]:
@@ -94,6 +97,9 @@ def test_the_traceback_of_the_rank_that_failed_comes_first(
     told = found.output[: found.output.index("this rank fails on purpose")]
     assert told.count("Traceback") == 1, found.output
     assert f"rank {rank} has failed, last heard in training, epoch 0, batch 3, step 3." in told[:first]
+    if how:
+        summary = found.output[found.output.rindex("Root Cause") :]
+        assert "this rank fails on purpose" in summary, found.output
 
 
 @pytest.mark.parametrize("how", [(), more(*[_TORCHRUN])], ids=["launched", "torchrun"])
@@ -106,6 +112,9 @@ def test_a_rank_that_is_killed_is_named_with_its_last_step(
     assert found.seconds < PROMISED["kill" if rank else "kill rank 0"] * _BUSY, found.output
     assert f"rank {rank} has vanished" in found.output
     assert "step 3" in found.output
+    if how:
+        summary = found.output[found.output.rindex("ChildFailedError") :]
+        assert "Signal 9 (SIGKILL)" in summary or f"rank {rank} has vanished" in summary, found.output
 
 
 @pytest.mark.parametrize("end", ["raise", more("kill"), "leave"])
@@ -120,9 +129,55 @@ def test_ranks_that_wait_for_nobody_end_too(end: str, tmp_path: Path) -> None:
 def test_a_hang_ends_at_the_time_out_with_the_place_of_every_rank(place: str, tmp_path: Path) -> None:
     found = ended("hang", 3, tmp_path, PIPELINE, place=place)
     assert found.code != 0
-    assert found.seconds < 20 + PROMISED["hang"] * _BUSY, found.output
+    assert found.seconds < TIMEOUT + PROMISED["hang"] * _BUSY, found.output
     assert "ranks have waited for each other in vain" in found.output
     assert "rank 3 ends here, in training, epoch 0, batch 3, step 3" in found.output
+
+
+@pytest.mark.parametrize(("place", "doing"), [("save", "saving"), more("load", "loading")])
+def test_a_hang_in_a_checkpoint_is_told_as_such(place: str, doing: str, tmp_path: Path) -> None:
+    directory = tmp_path / "hangs"
+    directory.mkdir()
+    if place == "load":
+        ended("ask", 0, tmp_path, PIPELINE)
+        (tmp_path / "saved").rename(directory / "before")
+    found = ended("hang", 1, directory, PIPELINE, place=place)
+    assert found.code != 0
+    assert found.seconds < TIMEOUT + PROMISED["hang"] * _BUSY, found.output
+    assert "ranks have waited for each other in vain" in found.output
+    assert f": {doing} a checkpoint in " in found.output
+    assert "rank 1 ends here" in found.output
+
+
+def test_a_failure_is_told_at_once_where_the_others_are_waited_for_to_save(tmp_path: Path) -> None:
+    found = ended("raise and save", 1, tmp_path, PIPELINE, place="alone")
+    assert found.code != 0
+    assert found.seconds < PROMISED["raise"] * _BUSY, found.output
+    assert "No checkpoint is saved at this exception" in found.output
+    assert "rank 1 has failed" in found.output
+    assert not (tmp_path / "saved").exists() or not [*(tmp_path / "saved").iterdir()]
+
+
+def test_a_rank_without_memory_ends_all_with_what_to_try(tmp_path: Path) -> None:
+    found = ended("memory", 3, tmp_path, {**PIPELINE, "num_microbatches": 2})
+    assert found.code != 0
+    assert found.seconds < PROMISED["raise"] * _BUSY, found.output
+    told = found.output[found.output.index("no memory on purpose") :]
+    for step in ("1. num_microbatches=4, now 2", "2. activation_checkpointing='selective'", "3. zero_stage=2, up to 3"):
+        assert step in told
+
+
+@pytest.mark.parametrize("strategy", [{"async_save": True, **PIPELINE}, more(ZERO)], ids=str)
+def test_sigterm_saves_also_where_no_callback_does(strategy: dict[str, Any], tmp_path: Path) -> None:
+    found = ended("ask alone", 1, tmp_path, strategy)
+    assert "Traceback" not in found.output, found.output
+    saved = tmp_path / "saved" / "sigterm-step=4.ckpt"
+    assert f"SIGTERM: saved {saved}" in found.output
+    assert torch.load(saved / "meta.pt", weights_only=True)["global_step"] == 4
+    again = tmp_path / "again"
+    again.mkdir()
+    (tmp_path / "saved").rename(again / "before")
+    assert ended("none", 1, again, strategy).code == 0
 
 
 @pytest.mark.parametrize("rank", [0, 2])

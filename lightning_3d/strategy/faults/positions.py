@@ -2,13 +2,53 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
 
 from lightning.pytorch import Trainer
 
 from lightning_3d.errors import Lightning3DError
-from lightning_3d.faults.report import Fault, is_consequence, traceback_of
+from lightning_3d.faults.report import Fault, add_note, is_consequence, traceback_of
+
+
+class Doing:
+    """What a rank does beside the loops of its Trainer, for those who ask where it is."""
+
+    def __init__(self) -> None:
+        self._what: list[str] = []
+
+    @contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        """Inside, this is what the rank does."""
+        self._what.append(what)
+        try:
+            yield
+        finally:
+            self._what.pop()
+
+    def position(self, trainer: Trainer) -> str:
+        """Returns where a rank is, as "saving a checkpoint in training, epoch 1, batch 7, step 19"."""
+        return " in ".join([*self._what[-1:], position_of(trainer)])
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def during(what: str) -> Callable[[Method], Method]:
+    """Has a method of a strategy tell that this is what its rank does."""
+
+    def decorate(method: Method) -> Method:
+        @functools.wraps(method)
+        def doing(self: Any, *args: Any, **options: Any) -> Any:
+            with self._doing(what):
+                return method(self, *args, **options)
+
+        return cast("Method", doing)
+
+    return decorate
 
 
 def position_of(trainer: Trainer) -> str:
@@ -37,8 +77,5 @@ def tell_first(error: BaseException, fault: Fault | None, rank: int) -> None:
         if isinstance(error, Exception) and not isinstance(error, Lightning3DError):
             sys.stderr.write(f"{fault.headline}\n{traceback_of(error)}")
             sys.stderr.flush()
-    elif is_consequence(error) and hasattr(error, "add_note"):
-        error.add_note(str(fault))
     elif is_consequence(error):
-        # Python 3.10 has no notes.
-        sys.stderr.write(f"{fault}\n")
+        add_note(error, str(fault))

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_3d.log import get_logger
 
@@ -19,6 +22,22 @@ _log = get_logger(__name__)
 
 END, REQUEUE = "end", "requeue"
 WISHES = (END, REQUEUE)
+# How checkpoints are called that a signal has asked for, before the number of the step.
+AT_SIGNAL = "sigterm-step="
+
+
+def path_at_signal(trainer: Trainer) -> Path | None:
+    """Returns where to save when a signal ends a training; None if a callback saves then, or nothing is trained.
+
+    It is where ModelCheckpoint saves, or the Trainer's own directory.
+    """
+    if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or not trainer.global_step:
+        return None
+    savers = trainer.checkpoint_callbacks
+    if any(isinstance(each, OnExceptionCheckpoint) or getattr(each, "save_on_exception", False) for each in savers):
+        return None
+    directories = [directory for each in savers if (directory := getattr(each, "dirpath", None)) is not None]
+    return Path(directories[0] if directories else trainer.default_root_dir) / f"{AT_SIGNAL}{trainer.global_step}.ckpt"
 
 
 class SignalsOfAll:
