@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path, PurePosixPath
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
@@ -89,6 +90,23 @@ def read_tensors(
             process_group=group,
             no_dist=group is None,
         )
+
+
+def read_values(directory: Path, names: Sequence[str], planner: LoadPlanner) -> dict[str, Any]:
+    """Returns what a directory holds that is no tensor, by flat name.
+
+    Args:
+        directory: A finished checkpoint.
+        names: Which of it.
+        planner: Makes values of the bytes.
+
+    Raises:
+        CheckpointError: They cannot be read.
+    """
+    values: dict[str, Any] = dict.fromkeys(names)
+    with together(None, f"read the checkpoint {directory}", _READING_FIX), _alone_is_meant():
+        load(values, storage_reader=IndexReader(directory), planner=planner, no_dist=True)
+    return values
 
 
 def stored_tensors(directory: Path) -> dict[str, TensorStorageMetadata]:

@@ -85,7 +85,7 @@ def test_weights_of_our_checkpoints_and_a_checkpoint_that_wins(tmp_path: Path) -
         timeout=60,
     )
     assert_same(resumed["start"], first["start"], "resumed", close=0)
-    assert len(resumed["losses"]) == 1
+    assert len(resumed["losses"]) == 2
 
 
 def test_weights_of_another_model_are_one_error_on_every_rank(tmp_path: Path) -> None:

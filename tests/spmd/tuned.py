@@ -109,12 +109,12 @@ def tuned(
     *,
     directory: Path | None = None,
     late: bool = False,
-    steps: int = 2,
+    epochs: int = 1,
     resume: Path | None = None,
     save: Path | None = None,
     precision: str = "32-true",
 ) -> dict[str, Any]:
-    """Trains some batches and returns the state before, the losses and the state after; None is plain Lightning."""
+    """Trains epochs of two batches and returns the state before, losses and the state after; None is plain Lightning."""
     L.seed_everything(2, verbose=False)
     start = Start()
     own = None if strategy is None else Mesh3DStrategy(**{"num_microbatches": 2, **strategy})
@@ -122,13 +122,13 @@ def tuned(
         **QUIET,
         devices=world,
         strategy=own or "auto",
-        max_steps=steps,
+        max_epochs=epochs,
         use_distributed_sampler=False,
         callbacks=[start],
         **({"plugins": Mesh3DPrecision(precision)} if own is not None else {"precision": precision}),
     )
     group = (strategy or {}).get("pipeline_parallel_size", 1) * (strategy or {}).get("tensor_parallel_size", 1)
-    mine = loader(share(batch, rank // group, world // group) for batch in tokens(6, samples=8))
+    mine = loader(share(batch, rank // group, world // group) for batch in tokens(2, samples=8))
     module = Tuned(kind, directory, late)
     # from_pretrained leaves a model in eval mode.
     trainer.fit(module.train(), mine, ckpt_path=resume, weights_only=True)

@@ -58,4 +58,4 @@ def _are_equal(pairs: _Pairs, group: dist.ProcessGroup) -> bool:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()

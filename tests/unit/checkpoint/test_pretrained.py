@@ -98,8 +98,8 @@ def test_other_sizes_kinds_and_ties_are_named(tmp_path: Path) -> None:
     save_file({"weight": torch.ones(3, 2, dtype=torch.int8)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"stored \(3, 2\) torch.int8"):
         load(nn.Linear(2, 3, bias=False), tmp_path)
-    with pytest.raises(CheckpointError, match=r"no name in .* is one of PReLUs?: there is a.b"):
-        save_file({"a.b": torch.ones(3)}, tmp_path / "model.safetensors")
+    save_file({"a.b": torch.ones(3)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"no name in .* is one of PReLU: there is a.b"):
         load(nn.PReLU(), tmp_path, strict=False)
 
 
