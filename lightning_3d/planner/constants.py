@@ -33,16 +33,16 @@ class Constants:
     """
 
     half_width: float = 126.0
-    half_rows: float = 173.0
-    memory_passes: float = 2.3
-    attention_slowdown: float = 2.5
-    odd_heads: float = 30.0
-    inner_share: float = 0.69
-    outer_share: float = 0.81
-    members_power: float = 0.69
-    exposed: float = 0.22
-    block_seconds: float = 57e-6
-    step_seconds: float = 25e-3
+    half_rows: float = 168.0
+    memory_passes: float = 3.13
+    attention_slowdown: float = 2.71
+    odd_heads: float = 24.9
+    inner_share: float = 0.77
+    outer_share: float = 0.583
+    members_power: float = 0.824
+    exposed: float = 0.284
+    block_seconds: float = 58.5e-6
+    step_seconds: float = 25.7e-3
     collective_seconds: float = 15e-6
     float8_speed: float = 2.0
     optimizer_bytes: float = 30.0

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lightning_3d.planner.bubble import in_flight
 from lightning_3d.planner.case import Case
-from lightning_3d.planner.layout import Layout
+from lightning_3d.planner.layout import Kind
 from lightning_3d.planner.prediction import MemoryParts
 from lightning_3d.planner.shared import Shared
 
@@ -21,40 +21,44 @@ def footprint(shared: Shared, case: Case) -> tuple[MemoryParts, int, float]:
     Raises:
         MeshError: The model cannot be cut so.
     """
-    ranks = case.mesh.pipeline_parallel_size
-    layout = shared.layout(case)
-    tried = sorted({0, min(1, ranks - 1), ranks // 2, layout.last, ranks - 1})
-    found = [(_rank_memory(shared, case, layout, rank), rank) for rank in tried]
+    found = []
+    for kind in shared.layout(case).kinds:
+        # Of equal ranks the first or the last has most in flight, by schedule.
+        most = max((kind.first, kind.last), key=lambda rank: _waiting(case, rank))
+        found.append((_rank_memory(shared, case, kind, most), most))
     (memory, flights), rank = max(found, key=lambda one: one[0][0].total)
     return memory, rank, flights
 
 
-def _rank_memory(shared: Shared, case: Case, layout: Layout, rank: int) -> tuple[MemoryParts, float]:
-    mesh, recipe, tensor = case.mesh, shared.recipe, case.mesh.tensor_parallel_size
-    plain, padded = (row[rank] for row in shared.parameters(mesh, layout))
-    shards, stage = mesh.shards, mesh.zero_stage
-    states = recipe.states(plain, zero_stage=stage, shards=shards)
-    padding = recipe.states(padded - plain, zero_stage=stage, shards=shards).total
-    gathered, reducing = _units_at_work(shared, case, layout, rank)
-    samples, width = case.batch.micro_size, recipe.computed / 2
-    waiting = in_flight(
+def _waiting(case: Case, rank: int) -> int:
+    return in_flight(
         case.schedule,
-        ranks=mesh.pipeline_parallel_size,
+        ranks=case.mesh.pipeline_parallel_size,
         rank=rank,
         microbatches=case.microbatches,
         stages_per_rank=case.stages_per_rank,
     )
-    flights = waiting / case.stages_per_rank
-    kept = layout.sums(shared.kept_prefix(tensor, mesh.sequence_parallel, case.kind))[rank] * flights
-    again = _working(shared, case, layout.spans[rank]) * samples * width
+
+
+def _rank_memory(shared: Shared, case: Case, kind: Kind, rank: int) -> tuple[MemoryParts, float]:
+    mesh, recipe, tensor = case.mesh, shared.recipe, case.mesh.tensor_parallel_size
+    plain, padded = shared.parameters(mesh, kind)
+    shards, stage = mesh.shards, mesh.zero_stage
+    states = recipe.states(plain, zero_stage=stage, shards=shards)
+    padding = recipe.states(padded - plain, zero_stage=stage, shards=shards).total
+    gathered, reducing = _units_at_work(shared, case, kind)
+    samples, width = case.batch.micro_size, recipe.computed / 2
+    flights = _waiting(case, rank) / case.stages_per_rank
+    kept = kind.sum(shared.kept_prefix(tensor, mesh.sequence_parallel, case.kind)) * flights
+    again = _working(shared, case, kind.spans) * samples * width
     logits = 0.0
-    if rank == layout.last:
+    if kind.has_last:
         last = shared.model.last
         kept += last.keeps(case.kind).on_rank(tensor, mesh.sequence_parallel)
         logits = last.logits * shared.software.logit_bytes * samples * width / tensor
     buffers = 0.0
     if shared.software.buffers_per_microbatch and mesh.pipeline_parallel_size > 1:
-        ends = (rank == layout.first) + (rank == layout.last)
+        ends = kind.has_first + kind.has_last
         received = 2 * case.stages_per_rank - ends
         buffers = case.microbatches * received * shared.state(case) * samples
     memory = MemoryParts(
@@ -71,16 +75,16 @@ def _rank_memory(shared: Shared, case: Case, layout: Layout, rank: int) -> tuple
     return memory, flights
 
 
-def _units_at_work(shared: Shared, case: Case, layout: Layout, rank: int) -> tuple[float, float]:
+def _units_at_work(shared: Shared, case: Case, kind: Kind) -> tuple[float, float]:
     """Elements of whole weights and of whole gradients of the units that gather and reduce at a time."""
     mesh = case.mesh
     if not shared.software.shards_by_unit or mesh.shards == 1 or mesh.zero_stage == 0:
         return 0.0, 0.0
     tensor = mesh.tensor_parallel_size
-    block = max(part.parameters_on_rank(tensor) for part in set(shared.blocks))
+    block = shared.largest_block(tensor)
     if mesh.zero_stage < 3:
         return 0.0, block
-    root = shared.ends(tensor, rank == layout.first, rank == layout.last)
+    root = shared.ends(tensor, 1, kind)
     # The root from the first forward to the last backward; a block at work and the next one.
     return root + 2 * block, max(block, root)
 

@@ -12,28 +12,45 @@ from lightning_3d.parallel.pipeline.placement import ranks_of_stages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
-    """Blocks on pipeline ranks.
+class Kind:
+    """Pipeline ranks that hold the same.
 
     Attributes:
-        spans: For each rank, first and last-but-one block of each of its stages.
-        first: Rank of the first stage.
-        last: Rank of the last stage.
+        spans: For each stage of the first of them, its first block and the one after its last.
+        blocks: Blocks on each of them.
+        first: The first of these ranks.
+        last: The last of them.
+        count: How many they are.
+        has_first: They hold the first stage.
+        has_last: They hold the last stage.
     """
 
-    spans: tuple[tuple[tuple[int, int], ...], ...]
+    spans: tuple[tuple[int, int], ...]
+    blocks: int
     first: int
     last: int
+    count: int
+    has_first: bool
+    has_last: bool
 
-    def sums(self, prefix: Sequence[float]) -> list[float]:
-        """Returns for each rank the sum over its blocks.
+    def sum(self, prefix: Sequence[float]) -> float:
+        """Returns the sum over the blocks of one of these ranks.
 
         Args:
             prefix: Sums over the blocks before each block, and over all.
         """
-        if len(self.spans[0]) == 1:
-            return [prefix[end] - prefix[begin] for ((begin, end),) in self.spans]
-        return [sum(prefix[end] - prefix[begin] for begin, end in row) for row in self.spans]
+        return sum([prefix[end] - prefix[begin] for begin, end in self.spans])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Layout:
+    """Blocks on pipeline ranks.
+
+    Attributes:
+        kinds: Ranks by what they hold.
+    """
+
+    kinds: tuple[Kind, ...]
 
 
 def place_blocks(
@@ -44,6 +61,7 @@ def place_blocks(
     stages_per_rank: int,
     last_cost: float = 0.0,
     layers_per_stage: Sequence[int] | None = None,
+    uniform: bool = False,
 ) -> Layout:
     """Returns where the blocks of a model lie.
 
@@ -54,6 +72,7 @@ def place_blocks(
         stages_per_rank: Stages that each rank owns.
         last_cost: Of what runs after the blocks, in the same unit.
         layers_per_stage: Blocks of each stage; None: so that the largest stage costs least.
+        uniform: All blocks are equal.
 
     Raises:
         MeshError: There are more stages than blocks, or the layers do not add up.
@@ -72,11 +91,28 @@ def place_blocks(
     layers = tuple(layers_per_stage or _balanced(costs, stages, last_cost))
     ends = tuple(accumulate(layers, initial=0))
     placed = ranks_of_stages(schedule, ranks, stages_per_rank)
-    spans = tuple(
-        tuple((ends[stage], ends[stage + 1]) for stage in range(stages) if placed[stage] == rank)
-        for rank in range(ranks)
+    stages_of: list[list[int]] = [[] for _ in range(ranks)]
+    for stage, rank in enumerate(placed):
+        stages_of[rank].append(stage)
+    groups: dict[tuple[int, int, bool, bool], list[int]] = {}
+    for rank, own in enumerate(stages_of):
+        blocks = sum(layers[stage] for stage in own)
+        # Blocks that differ make ranks differ too.
+        key = blocks, -1 if uniform else rank, rank == placed[0], rank == placed[-1]
+        groups.setdefault(key, []).append(rank)
+    kinds = (
+        Kind(
+            spans=tuple((ends[stage], ends[stage + 1]) for stage in stages_of[members[0]]),
+            blocks=blocks,
+            first=members[0],
+            last=members[-1],
+            count=len(members),
+            has_first=has_first,
+            has_last=has_last,
+        )
+        for (blocks, _, has_first, has_last), members in groups.items()
     )
-    return Layout(spans=spans, first=placed[0], last=placed[-1])
+    return Layout(kinds=tuple(kinds))
 
 
 def _balanced(costs: Sequence[float], stages: int, last_cost: float) -> tuple[int, ...]:

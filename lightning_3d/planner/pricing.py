@@ -52,8 +52,6 @@ class Pricer:
         memory, rank, flights = footprint(self.shared, case)
         time, hidden = step_time(self.shared, case)
         samples = case.batch.global_size
-        again = {"none": 0.0, "full": sum(part.forward_flops for part in self.shared.blocks)}
-        again["selective"] = sum(part.attention_flops for part in self.shared.blocks)
         return Prediction(
             mesh=case.mesh,
             batch=case.batch,
@@ -70,7 +68,7 @@ class Pricer:
             hidden_data_seconds=hidden,
             in_flight=flights,
             model_flops=3 * self.shared.flops * samples,
-            hardware_flops=(3 * self.shared.flops + again[case.kind]) * samples,
+            hardware_flops=(3 * self.shared.flops + self.shared.again[case.kind]) * samples,
             peak_flops=self.shared.speed.peak * case.mesh.devices,
             time_band=self.shared.cluster.time_band,
         )

@@ -8,7 +8,7 @@ from typing import Any
 from lightning_3d.planner.case import Case
 from lightning_3d.planner.cluster import Cluster
 from lightning_3d.planner.constants import Constants
-from lightning_3d.planner.layout import Layout, place_blocks
+from lightning_3d.planner.layout import Kind, Layout, place_blocks
 from lightning_3d.planner.model import ModelGraph, Part, forward_flops
 from lightning_3d.planner.recipes import byte_recipe
 from lightning_3d.planner.shapes import MeshShape
@@ -49,11 +49,23 @@ class Shared:
         self.blocks = tuple(model.blocks)
         self.costs = [part.forward_flops or float(part.parameters) for part in self.blocks]
         self.flops = forward_flops(model)
+        self.again = {
+            "none": 0.0,
+            "selective": sum(part.attention_flops for part in self.blocks),
+            "full": sum(part.forward_flops for part in self.blocks),
+        }
+        self.kinds = tuple(dict.fromkeys(self.blocks))
+        self.uniform = len(self.kinds) == 1
 
     @property
     def reduced(self) -> float:
         """Bytes of a gradient's element as it travels."""
         return self.recipe.reduced if self.software.reduced is None else self.software.reduced
+
+    @property
+    def gathered(self) -> float:
+        """Bytes of a weight's element as it travels."""
+        return self.recipe.computed if self.software.gathered is None else self.software.gathered
 
     def state(self, case: Case) -> float:
         """Bytes of a sample's hidden state between stages."""
@@ -72,6 +84,7 @@ class Shared:
                 stages_per_rank=case.stages_per_rank,
                 last_cost=self.model.last.forward_flops,
                 layers_per_stage=mesh.layers_per_stage,
+                uniform=self.uniform,
             )
         layout: Layout = self._known[key]
         return layout
@@ -116,11 +129,19 @@ class Shared:
         if key not in self._known:
             sizes = {
                 part: part.parameters_on_rank(tensor) + (part.padding(tensor, shards) if shards > 1 else 0.0)
-                for part in set(self.blocks)
+                for part in self.kinds
             }
             self._known[key] = list(accumulate((sizes[part] for part in self.blocks), initial=0.0))
         prefix: list[float] = self._known[key]
         return prefix
+
+    def largest_block(self, tensor: int) -> float:
+        """Returns the elements of the largest block on a rank."""
+        key = ("largest", tensor)
+        if key not in self._known:
+            self._known[key] = max(part.parameters_on_rank(tensor) for part in self.kinds)
+        size: float = self._known[key]
+        return size
 
     def kept_prefix(self, tensor: int, sequence_parallel: bool, kind: str) -> list[float]:
         """Sums over the blocks of what a sample keeps for its backward, in 16 bit."""
@@ -131,31 +152,30 @@ class Shared:
             sizes = {
                 part: part.keeps("none" if of_attention else kind).on_rank(tensor, sequence_parallel)
                 + (part.scores / tensor if written else 0.0)
-                for part in set(self.blocks)
+                for part in self.kinds
             }
             self._known[key] = list(accumulate((sizes[part] for part in self.blocks), initial=0.0))
         prefix: list[float] = self._known[key]
         return prefix
 
-    def parameters(self, mesh: MeshShape, layout: Layout) -> tuple[list[float], list[float]]:
-        """Elements on each pipeline rank, as they are and padded for the shards."""
+    def parameters(self, mesh: MeshShape, kind: Kind) -> tuple[float, float]:
+        """Returns the elements on a pipeline rank, as they are and padded for the shards."""
+        tensor = mesh.tensor_parallel_size
         shards = mesh.shards if mesh.zero_stage and self.software.shards_by_unit else 1
-        key = ("ranks", layout.spans, mesh.tensor_parallel_size, shards)
-        if key not in self._known:
-            tensor = mesh.tensor_parallel_size
-            plain, padded = (layout.sums(self.parameter_prefix(tensor, count)) for count in (1, shards))
-            for part, there in ((self.model.first, layout.first), (self.model.last, layout.last)):
-                plain[there] += part.parameters_on_rank(tensor)
-                padded[there] += part.parameters_on_rank(tensor) + (part.padding(tensor, shards) if shards > 1 else 0.0)
-            if layout.first == layout.last:
-                plain[layout.first] -= self.model.shared_parameters / tensor
-                padded[layout.first] -= self.model.shared_parameters / tensor
-            self._known[key] = plain, padded
-        sizes: tuple[list[float], list[float]] = self._known[key]
-        return sizes
+        plain = kind.sum(self.parameter_prefix(tensor, 1)) + self.ends(tensor, 1, kind)
+        if shards == 1:
+            return plain, plain
+        return plain, kind.sum(self.parameter_prefix(tensor, shards)) + self.ends(tensor, shards, kind)
 
-    def ends(self, tensor: int, has_first: bool, has_last: bool) -> float:
-        """Elements of what lies beside the blocks."""
-        first = self.model.first.parameters_on_rank(tensor) if has_first else 0.0
-        last = self.model.last.parameters_on_rank(tensor) if has_last else 0.0
-        return first + last - (self.model.shared_parameters / tensor if has_first and has_last else 0.0)
+    def ends(self, tensor: int, shards: int, kind: Kind) -> float:
+        """Returns the elements of what lies beside the blocks, padded for the shards."""
+        key = ("ends", tensor, shards, kind.has_first, kind.has_last)
+        if key not in self._known:
+            there = ((self.model.first, kind.has_first), (self.model.last, kind.has_last))
+            size = sum(part.parameters_on_rank(tensor) for part, has in there if has)
+            if shards > 1:
+                size += sum(part.padding(tensor, shards) for part, has in there if has)
+            both = kind.has_first and kind.has_last
+            self._known[key] = size - (self.model.shared_parameters / tensor if both else 0.0)
+        found: float = self._known[key]
+        return found

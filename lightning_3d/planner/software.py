@@ -22,6 +22,7 @@ class Software:
         logit_bytes: Bytes of each logit from the head to the loss and back: 16-bit logits, their 32-bit copy and its
             gradient, and 16-bit gradients where the softmax is not fused.
         reduced: Bytes of a gradient's element as it travels; None: those of the recipe.
+        gathered: Bytes of a weight's element as it is gathered; None: those of the recipe.
         float8: Products with weights run in 8 bit.
     """
 
@@ -34,6 +35,7 @@ class Software:
     buffers_per_microbatch: bool = True
     logit_bytes: float = 14.0
     reduced: float | None = None
+    gathered: float | None = None
     float8: bool = False
 
 

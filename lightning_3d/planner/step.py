@@ -7,7 +7,7 @@ from typing import NamedTuple
 from lightning_3d.parallel.pipeline.schedule.actions import SPLIT_SCHEDULES
 from lightning_3d.planner.bubble import idle_time
 from lightning_3d.planner.case import Case
-from lightning_3d.planner.layout import Layout
+from lightning_3d.planner.layout import Kind
 from lightning_3d.planner.prediction import TimeParts
 from lightning_3d.planner.shared import Shared
 from lightning_3d.planner.speed import Group
@@ -39,17 +39,22 @@ def step_time(shared: Shared, case: Case) -> tuple[TimeParts, float]:
         MeshError: The model cannot be cut so.
     """
     mesh, count = case.mesh, case.microbatches
-    layout = shared.layout(case)
-    times = _rank_times(shared, case, layout)
+    kinds = shared.layout(case).kinds
+    times = [_rank_times(shared, case, kind) for kind in kinds]
     sends = _sends(shared, case)
-    slowest = max(range(len(times)), key=lambda rank: times[rank].total)
-    worst = times[slowest]
+    worst = max(times, key=lambda one: one.total)
     busy = worst.total + sends
-    bubble = _bubble(shared, case, sum(one.total + sends for one in times) - busy, worst, sends)
-    data, hidden = _data_step(shared, case, layout, worst)
-    parameters = shared.parameters(mesh, layout)[0]
+    bubble = _bubble(
+        shared,
+        case,
+        sum(kind.count * (one.total + sends) for kind, one in zip(kinds, times, strict=True)) - busy,
+        worst,
+        sends,
+    )
+    largest = max(shared.parameters(mesh, kind)[1] for kind in kinds)
+    data, hidden = _data_step(shared, case, largest, worst)
     shards = mesh.shards if mesh.zero_stage else 1
-    optimizer = shared.constants.optimizer_bytes * max(parameters) / shards / shared.cluster.memory_bandwidth
+    optimizer = shared.constants.optimizer_bytes * largest / shards / shared.cluster.memory_bandwidth
     parts = TimeParts(
         compute=count * (worst.total - worst.again - worst.tensor - worst.data),
         recompute=count * worst.again,
@@ -63,27 +68,18 @@ def step_time(shared: Shared, case: Case) -> tuple[TimeParts, float]:
     return parts, hidden + count * worst.hidden
 
 
-def _rank_times(shared: Shared, case: Case, layout: Layout) -> list[_RankTimes]:
+def _rank_times(shared: Shared, case: Case, kind: Kind) -> _RankTimes:
     mesh = case.mesh
-    columns = [layout.sums(prefix) for prefix in shared.time_prefixes(case)]
-    times = []
-    for rank, row in enumerate(zip(*columns, strict=True)):
-        forward, backward, again, tensor = row
-        exposed, hidden, late = 0.0, 0.0, 0.0
-        if mesh.zero_stage >= 2 and mesh.shards > 1:
-            blocks = sum(end - begin for begin, end in layout.spans[rank])
-            weights = layout.sums(shared.parameter_prefix(mesh.tensor_parallel_size, mesh.shards))[rank]
-            exposed, late, hidden = _data_microbatch(shared, case, weights, blocks, forward, backward)
-        ends = [
-            part
-            for part, there in ((shared.model.first, layout.first), (shared.model.last, layout.last))
-            if there == rank
-        ]
-        for part in ends:
+    forward, backward, again, tensor = (kind.sum(prefix) for prefix in shared.time_prefixes(case))
+    exposed, hidden, late = 0.0, 0.0, 0.0
+    if mesh.zero_stage >= 2 and mesh.shards > 1 and kind.blocks:
+        weights = kind.sum(shared.parameter_prefix(mesh.tensor_parallel_size, mesh.shards))
+        exposed, late, hidden = _data_microbatch(shared, case, weights, kind.blocks, forward, backward)
+    for part, there in ((shared.model.first, kind.has_first), (shared.model.last, kind.has_last)):
+        if there:
             end = shared.part_times(part, case)
             forward, backward, tensor = forward + end.forward, backward + end.backward, tensor + end.tensor
-        times.append(_RankTimes(forward + exposed, backward + late, again, tensor, exposed + late, hidden))
-    return times
+    return _RankTimes(forward + exposed, backward + late, again, tensor, exposed + late, hidden)
 
 
 def _data_microbatch(
@@ -93,7 +89,7 @@ def _data_microbatch(
     mesh = case.mesh
     group = Group(size=mesh.shards, stride=mesh.stride("data"))
     unit = weights / blocks
-    gather = blocks * shared.speed.ring(group, unit * shared.recipe.computed) if mesh.zero_stage == 3 else 0.0
+    gather = blocks * shared.speed.ring(group, unit * shared.gathered) if mesh.zero_stage == 3 else 0.0
     # At stage 2 the last reduction of a step is counted with the step.
     scatter = blocks * shared.speed.ring(group, unit * shared.reduced)
     if mesh.zero_stage == 2:
@@ -103,15 +99,13 @@ def _data_microbatch(
     return early, late, 2 * gather + scatter - early - late
 
 
-def _data_step(shared: Shared, case: Case, layout: Layout, worst: _RankTimes) -> tuple[float, float]:
+def _data_step(shared: Shared, case: Case, padded: float, worst: _RankTimes) -> tuple[float, float]:
     """What the data axis adds to a step, and what is hidden of what it does once."""
     mesh = case.mesh
     if mesh.data_parallel_size == 1:
         return 0.0, 0.0
     stride, stage = mesh.stride("data"), mesh.zero_stage
-    padded = max(shared.parameters(mesh, layout)[1])
-    units = max(sum(end - begin for begin, end in row) for row in layout.spans) + 1
-    units = units if shared.software.shards_by_unit else 1
+    units = max(kind.blocks for kind in shared.layout(case).kinds) + 1 if shared.software.shards_by_unit else 1
     if stage == 0:
         group = Group(size=mesh.data_parallel_size, stride=stride)
         reduce = shared.speed.ring(group, padded * shared.reduced, 2)
@@ -120,7 +114,7 @@ def _data_step(shared: Shared, case: Case, layout: Layout, worst: _RankTimes) ->
     group = Group(size=mesh.shards, stride=stride)
     root = shared.model.first.parameters_on_rank(mesh.tensor_parallel_size)
     once = root if stage == 3 else padded
-    gather = units * shared.speed.ring(group, once / units * shared.recipe.computed)
+    gather = units * shared.speed.ring(group, once / units * shared.gathered)
     scatter = units * shared.speed.ring(group, once / units * shared.reduced)
     replicas = Group(size=mesh.data_replicate_size, stride=stride * mesh.shards)
     scatter += shared.speed.ring(replicas, padded / mesh.shards * shared.reduced, 2)

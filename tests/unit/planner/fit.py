@@ -25,7 +25,6 @@ NAMES = (
     "memory_passes",
     "attention_slowdown",
     "odd_heads",
-    "inner_share",
     "outer_share",
     "members_power",
     "exposed",
@@ -36,9 +35,9 @@ NAMES = (
     "jean_zay.bandwidth",
 )
 # What they were before any fit: measured products, links and launches, as far as anybody publishes them.
-BEGINNING = (126, 173, 2.3, 2.5, 30, 0.75, 0.8, 0.75, 0.22, 57e-6, 25e-3, 0.76, 0.67, 3e9)
-MOST = {"inner_share": 0.95, "outer_share": 0.95, "members_power": 1.0, "exposed": 1.0}
-_PULL = 0.02
+BEGINNING = (126, 173, 2.3, 2.5, 30, 0.8, 0.75, 0.22, 57e-6, 25e-3, 0.76, 0.67, 3e9)
+MOST = {"outer_share": 0.95, "members_power": 1.0, "exposed": 1.0}
+_PULL = 0.05
 _TOLERANCE = 0.1
 
 

@@ -19,8 +19,9 @@ MEGATRON_ORDER = "pipeline,data,tensor"
 
 A100 = load_cluster("a100_x8")
 A100_40GB = replace(A100, name="a100_40gb_x8", memory=40e9, memory_bandwidth=1.555e12)
-# Nodes of 8 with four ports of 100 Gb/s: Jean Zay, bigscience's chronicles.
-JEAN_ZAY = replace(A100, name="jean_zay", levels=(A100.levels[0], replace(A100.levels[1], bandwidth=6.25e9)))
+# Nodes of 8 with four ports of 100 Gb/s: Jean Zay, in bigscience's chronicles. The bandwidth is fitted: a
+# quarter of what the ports have.
+JEAN_ZAY = replace(A100, name="jean_zay", levels=(A100.levels[0], replace(A100.levels[1], bandwidth=1.64e9)))
 H100 = load_cluster("h100_x8")
 # The H100 with HBM2e of torchtitan's report.
 H100_94GB = replace(H100, name="h100_94gb_x8", memory=94e9, memory_bandwidth=2.4e12)
@@ -185,7 +186,13 @@ def torchtitan() -> Iterator[Row]:
             cluster=H100_94GB if is_h100 else A100,
             recipe="bf16_master",
             kind="selective" if line["ac"].startswith("selective") else "full",
-            software=replace(FSDP, float8=float8, overlaps_tensor="asyncTP" in line["optim"]),
+            # Gathers weights in 8 bit too.
+            software=replace(
+                FSDP,
+                float8=float8,
+                gathered=1.0 if float8 else None,
+                overlaps_tensor="asyncTP" in line["optim"],
+            ),
             seconds=data * local * shape.sequence / (float(line["wps_per_gpu"]) * int(line["gpus"])),
         )
 
