@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -102,7 +103,7 @@ class _Played:
             engine,
             optimizers,
             world=world,
-            phase=live.phase,
+            phase=partial(_collected, live),
             keeps_gradients=planned.plan.data.engine == "ddp",
         )
         return cls(
@@ -126,16 +127,14 @@ class _Played:
         def step() -> None:
             nonlocal runs
             runs += 1
-            # What only cycles keep is no part of a step; when it goes is up to Python.
-            gc.collect()
             self.events.clear()
             sampler.begin()
             # The first one also makes what later ones have already.
             with counter if runs > 1 else nullcontext():
                 self.steps()
 
-        with self.live as live:
-            live.track(self.module, *self.optimizers)
+        with self.live as live, _without_cycles():
+            live.track(self.module, *self.optimizers, list(self.planned.parts))
             peak = measure_peak(live, step, self.owners)
             gc.collect()
             between = live.current
@@ -164,7 +163,7 @@ class _Played:
     def _computing(self, action: Action) -> Iterator[None]:
         now = float(len(self.events))
         name = f"{_PHASES[action.kind]} of micro-batch {action.microbatch} on stage {action.stage}"
-        with self.live.phase(name):
+        with _collected(self.live, name):
             yield
         self.events.append(Event(0, action, now, now + 1))
 
@@ -189,6 +188,25 @@ class _Played:
             for row in priced.rows
         )
         return CollectiveTable(rows=(*rows, *counted.rows))
+
+
+@contextmanager
+def _collected(live: LiveBytes, name: str) -> Iterator[None]:
+    """Context of a part of a step, after which nothing lives on in cycles: when those go is up to Python."""
+    with live.phase(name):
+        yield
+    gc.collect()
+
+
+@contextmanager
+def _without_cycles() -> Iterator[None]:
+    """Context in which looking for cycles is quick: it leaves out all that exists already."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class _Sampler:
