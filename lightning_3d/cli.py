@@ -43,6 +43,9 @@ VERBS: Final = MappingProxyType(
         "convert": Verb(
             function="lightning_3d.convert:run", summary="a checkpoint in another form: see convert --help"
         ),
+        "dryrun": Verb(
+            function="lightning_3d.dryrun:run", summary="any rank of any mesh, without devices: bytes, calls"
+        ),
         "doctor": Verb(function="lightning_3d.doctor:run", summary="look at the environment; findings and fixes"),
     }
 )
