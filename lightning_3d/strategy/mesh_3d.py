@@ -18,14 +18,12 @@ from typing_extensions import override
 from lightning_3d.batches.micro import MicroBatches
 from lightning_3d.config.schema import StrategyConfig
 from lightning_3d.errors import ModuleError
-from lightning_3d.graph.on_device import on_device
 from lightning_3d.initial.record import InitRecorder
 from lightning_3d.initial.replay import InitTape
 from lightning_3d.mesh.spec import MODEL_GROUP
 from lightning_3d.parallel.data.normalisation import normalise_over_ranks
 from lightning_3d.plan import ReplayOptions, unwatch_calls, watch_calls
 from lightning_3d.strategy.explaining import ExplainingStrategy
-from lightning_3d.strategy.faults.replicas import share_generators
 from lightning_3d.strategy.life import (
     AppliedModule,
     apply_module,
@@ -36,7 +34,7 @@ from lightning_3d.strategy.life import (
 from lightning_3d.strategy.logging.logged import LoggedValues
 from lightning_3d.strategy.logging.metrics import MetricDoors
 from lightning_3d.strategy.run import evaluate_without_inference_mode
-from lightning_3d.strategy.setup.first_step import BegunLoaders, FirstStep
+from lightning_3d.strategy.setup.first_step import BegunLoaders, take_first_step
 from lightning_3d.strategy.setup.optimizers import check_separable, reads_loss
 from lightning_3d.strategy.setup.pretrained import read_pretrained
 from lightning_3d.strategy.setup.refusals import refuse_own_training
@@ -216,11 +214,8 @@ class Mesh3DStrategy(ExplainingStrategy):
         if not self._is_applied:
             step = None
             if self.mesh_spec.size(MODEL_GROUP) > 1:
-                share_generators(self._on_mesh.model_group)
                 cut = MicroBatches(module, self.config) if pipelined else None
-                with on_device(module, self.root_device):
-                    step = FirstStep(module.trainer, module, self._precision, data_rank=self.data_rank, cut=cut)
-                    self._on_mesh.callbacks.summaries.make(module)
+                step = take_first_step(module, self._on_mesh, self._precision, data_rank=self.data_rank, cut=cut)
                 # Not the step itself: its batch must not live as long as the run.
                 self._begun_loaders = step.begun
             self._applied = apply_module(
