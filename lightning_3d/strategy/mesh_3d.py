@@ -159,8 +159,7 @@ class Mesh3DStrategy(ExplainingStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             for owner in (self.lightning_module, getattr(trainer, "datamodule", None)):
                 self._on_mesh.checkpoints.check_hyper_parameters(owner)
-        known, applied = self._is_applied, self._apply()
-        run = self._on_mesh
+        run, known, applied = self._on_mesh, self._is_applied, self._apply()
         # A module that a checkpoint was loaded into, or that ran before, has its weights.
         if not known:
             read_pretrained(applied, self.config, run.world_group)
@@ -230,8 +229,7 @@ class Mesh3DStrategy(ExplainingStrategy):
             self._tape = None
             if self.config.explain:
                 rank_zero_info("the plan of this run\n%s", self.explain())
-        assert self._applied is not None
-        return self._applied
+        return self._module_on_mesh
 
     @property
     def _is_applied(self) -> bool:
