@@ -108,8 +108,7 @@ def apply_module(
         ModuleError: It is cut already, or on the meta device without a recording.
     """
     _check(module, run.device, spec=spec, config=config, tape=tape)
-    structure = Structure.of(module)
-    beside = kept_beside(getattr(module._trainer, "callbacks", ()), module)
+    structure, beside = Structure.of(module), kept_beside(getattr(module._trainer, "callbacks", ()), module)
     precision.convert_module(module)
     plan = _planned(module, run, spec=spec, config=config, casts=precision.shards_cast, step=step)
     copies = ModuleCopies(module, run.world_group, run.data_group)
