@@ -40,6 +40,9 @@ class Verb:
 VERBS: Final = MappingProxyType(
     {
         "train": Verb(function="lightning_3d.train:run", summary="train, then test the best checkpoint"),
+        "convert": Verb(
+            function="lightning_3d.convert:run", summary="a checkpoint in another form: see convert --help"
+        ),
         "doctor": Verb(function="lightning_3d.doctor:run", summary="look at the environment; findings and fixes"),
     }
 )

@@ -56,6 +56,7 @@ class CheckpointState:
         presence: The ranks of the pipeline, which have each other's absent tensors; None without one.
         places: Where the training loaders are, in plain containers.
         about: The mesh that saves it and the structure of the module, in plain containers.
+        all_random: The random states of all ranks, where one process writes what several have saved.
     """
 
     metadata: Mapping[str, Any]
@@ -65,6 +66,7 @@ class CheckpointState:
     presence: Presence | None = None
     places: Sequence[Mapping[str, Any] | None] = ()
     about: Mapping[str, Any] = field(default_factory=dict)
+    all_random: Sequence[Mapping[str, Any]] | None = None
 
     @classmethod
     def of(
@@ -196,7 +198,7 @@ def _save_directory(
 
 
 def _save_file(target: Path, state: CheckpointState, disk: Disk, group: dist.ProcessGroup | None) -> None:
-    checkpoint = _whole_checkpoint(target, state, disk.leads, group)
+    checkpoint = whole_checkpoint(target, state, disk.leads, group)
     with atomic_path(target, disk, group, directory=False) as temporary:
         if disk.leads:
             torch.save(checkpoint, temporary)
@@ -206,16 +208,23 @@ def _save_by(
     writer: CheckpointIO, url: str, state: CheckpointState, group: dist.ProcessGroup | None, **options: Any
 ) -> None:
     first = group is None or dist.get_rank(group) == 0
-    checkpoint = _whole_checkpoint(url, state, first, group)
+    checkpoint = whole_checkpoint(url, state, first, group)
     with together(group, f"write the checkpoint {url}", "check the address and its permissions, then save again"):
         if first:
             writer.save_checkpoint(checkpoint, url, **options)
 
 
-def _whole_checkpoint(
+def whole_checkpoint(
     target: str | Path, state: CheckpointState, keep: bool, group: dist.ProcessGroup | None
 ) -> dict[str, Any]:
-    """Returns what plain Lightning would write, with our notes beside it."""
+    """Returns what plain Lightning would write, with our notes beside it. Every rank calls it.
+
+    Args:
+        target: Its name, for errors.
+        state: What to save.
+        keep: Whether this rank wants it; others get its metadata.
+        group: All ranks, None for one process.
+    """
     optimizers = None if state.optimizers is None else [indexed(optimizer) for optimizer in state.optimizers]
     names = None if state.optimizers is None else [group_names(optimizer) for optimizer in state.optimizers]
     _, _, extra = _untied(state.module)
@@ -246,7 +255,7 @@ def _meta(
             "notes": plain.notes,
             "optimizers": _pair(to_plain(optimizers, OPTIMIZERS_KEY)),
             "extra": _pair(to_plain(dict(extra), MODULE_KEY)),
-            "random": random if state.random is not None else None,
+            "random": random if state.random is not None else state.all_random,
             "places": _pair(to_plain(list(state.places), "places")),
             "about": to_plain(dict(state.about), "about").value,
         }

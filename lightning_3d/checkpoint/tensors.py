@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path, PurePosixPath
@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 
 from lightning_3d.checkpoint.agreement import together
 from lightning_3d.errors import CheckpointError
@@ -66,13 +67,16 @@ def write_tensors(
         )
 
 
-def read_tensors(directory: Path, into: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+def read_tensors(
+    directory: Path, into: Mapping[str, Tensor], group: dist.ProcessGroup | None, reader: StorageReader | None = None
+) -> None:
     """Fills tensors in place from a directory; each rank reads what its own shards need.
 
     Args:
         directory: A finished checkpoint, as this rank sees it.
         into: Flat name → tensor or DTensor of the stored shape.
         group: The ranks that read, None for this process alone.
+        reader: Reads another form than torch's own, or an index that is in memory already.
 
     Raises:
         CheckpointError: On every rank, if any rank could not read.
@@ -81,11 +85,28 @@ def read_tensors(directory: Path, into: Mapping[str, Tensor], group: dist.Proces
     with together(group, f"read the checkpoint {directory}", _READING_FIX), _alone_is_meant():
         load(
             dict(into),
-            storage_reader=_Reader(directory),
+            storage_reader=reader or IndexReader(directory),
             planner=planner,
             process_group=group,
             no_dist=group is None,
         )
+
+
+def read_values(directory: Path, names: Sequence[str], planner: LoadPlanner) -> dict[str, Any]:
+    """Returns what a directory holds that is no tensor, by flat name.
+
+    Args:
+        directory: A finished checkpoint.
+        names: Which of it.
+        planner: Makes values of the bytes.
+
+    Raises:
+        CheckpointError: They cannot be read.
+    """
+    values: dict[str, Any] = dict.fromkeys(names)
+    with together(None, f"read the checkpoint {directory}", _READING_FIX), _alone_is_meant():
+        load(values, storage_reader=IndexReader(directory), planner=planner, no_dist=True)
+    return values
 
 
 def stored_tensors(directory: Path) -> dict[str, TensorStorageMetadata]:
@@ -97,7 +118,7 @@ def stored_tensors(directory: Path) -> dict[str, TensorStorageMetadata]:
     Raises:
         CheckpointError: The index is missing, is no index, or names files outside the directory.
     """
-    index = _Reader(directory).read_metadata().state_dict_metadata
+    index = IndexReader(directory).read_metadata().state_dict_metadata
     return {name: entry for name, entry in index.items() if isinstance(entry, TensorStorageMetadata)}
 
 
@@ -124,10 +145,26 @@ class _Writer(FileSystemWriter):
         super().finish(metadata, [written])
 
 
-class _Reader(FileSystemReader):
-    """Reads the index with a closed set of classes, and refuses files outside the directory."""
+class IndexReader(FileSystemReader):
+    """Reads the index with a closed set of classes, and refuses files outside the directory.
+
+    Args:
+        path: A finished checkpoint.
+        index: Its index, if it has been read already.
+    """
+
+    def __init__(self, path: Path, index: Metadata | None = None) -> None:
+        super().__init__(path)
+        self._index = index
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Returns the index, read and checked once."""
+        if self._index is None:
+            self._index = self._checked()
+        self._index.storage_meta = dataclasses.replace(self._index.storage_meta or StorageMeta(), load_id=self.load_id)
+        return self._index
+
+    def _checked(self) -> Metadata:
         path = Path(self.path) / ".metadata"
         try:
             with path.open("rb") as stream:
@@ -146,7 +183,6 @@ class _Reader(FileSystemReader):
                 raise CheckpointError(
                     f"{path} names a file outside the checkpoint: {name}", fix="do not load this checkpoint"
                 )
-        index.storage_meta = dataclasses.replace(index.storage_meta or StorageMeta(), load_id=self.load_id)
         return index
 
 
