@@ -254,8 +254,10 @@ class SavingStrategy(MeshStrategy):
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
-        if self._own_io is not None or not self._on_mesh.checkpoints.remove(str(filepath)):
+        if self._own_io is not None:
             super().remove_checkpoint(filepath)
+        else:
+            self._on_mesh.checkpoints.remove(str(filepath))
 
     @property
     def _own_io(self) -> CheckpointIO | None:

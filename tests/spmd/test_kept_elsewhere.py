@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import DataLoader
 
