@@ -185,13 +185,26 @@ class IndexReader(FileSystemReader):
             raise CheckpointError(f"{path} is not the index of a checkpoint: {error}", fix=_READING_FIX) from error
         if not isinstance(index, Metadata):
             raise CheckpointError(f"{path} is not the index of a checkpoint", fix=_READING_FIX)
-        for entry in (index.storage_data or {}).values():
-            name = PurePosixPath(entry.relative_path)
-            if name.is_absolute() or ".." in name.parts:
+        try:
+            names = {str(entry.relative_path) for entry in (index.storage_data or {}).values()}
+        except AttributeError as error:
+            raise CheckpointError(f"{path} is not the index of a checkpoint: {error}", fix=_READING_FIX) from error
+        for name in sorted(names):
+            if not _is_inside(self.path if isinstance(self.path, str) else Path(self.path), name):
                 raise CheckpointError(
                     f"{path} names a file outside the checkpoint: {name}", fix="do not load this checkpoint"
                 )
         return index
+
+
+def _is_inside(directory: Path | str, name: str) -> bool:
+    """Returns whether a name in an index is that of a file inside the directory, links followed."""
+    parts = PurePosixPath(name)
+    if parts.is_absolute() or ".." in parts.parts or "://" in name:
+        return False
+    if isinstance(directory, str):
+        return True
+    return (directory / parts).resolve().is_relative_to(directory.resolve())
 
 
 def _behind_url(files: Any, url: str) -> None:
