@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,8 @@ from lightning_3d.errors import CheckpointError
 _MESH, _TORCH, _SAFETENSORS = "mesh", "torch", "safetensors"
 _ALREADY = {Kind.MESH: _MESH, Kind.FILE: _TORCH}
 _SHOWN = 8
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD
+_LARGE = 2**20
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -34,6 +37,7 @@ def run(arguments: Sequence[str]) -> int:
         ConfigError: An option has an impossible value.
     """
     options = _parser().parse_args(list(arguments))
+    _give_memory_back()
     progress = Progress()
     try:
         for line in convert(
@@ -139,6 +143,13 @@ def _said(export: Export, *, guessed: bool) -> list[str]:
         lines.append(f"  left out: {_few(export.outside)}")
     lines.append("  from_pretrained needs config.json beside it: model.config.save_pretrained(OUT)")
     return lines
+
+
+def _give_memory_back() -> None:
+    """Has glibc return the memory of each large tensor when it is freed, where small ones would pin it otherwise."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(_MMAP_THRESHOLD, _LARGE)
 
 
 def _written(contents: Contents, out: Path, tensors: list[Tensor]) -> str:
