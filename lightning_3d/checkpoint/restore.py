@@ -247,7 +247,8 @@ def random_part(stored: StoredCheckpoint, world: int) -> LoadedPart:
         return LoadedPart(name=name, missing=("those of all ranks",))
     if len(saved) == world:
         return LoadedPart(name=name, restored=(f"of {world} ranks",))
-    return LoadedPart(name=name, converted=(f"rank 0's of {len(saved)} on all {world} ranks",))
+    everywhere = f" on all {world} ranks" if world > 1 else ""
+    return LoadedPart(name=name, converted=(f"rank 0's of {len(saved)}{everywhere}",))
 
 
 def _optimizer_part(name: str, saved: Mapping[str, Any], members: Sequence[Members]) -> LoadedPart:

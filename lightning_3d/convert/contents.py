@@ -136,6 +136,7 @@ def _state(
         optimizers=optimizers,
         places=stored.places,
         all_random=stored.random,
+        about=stored.about or {},
     )
 
 
