@@ -133,7 +133,7 @@ class SavingStrategy(MeshStrategy):
     @property
     def load_report(self) -> LoadReport | None:
         """What became of the checkpoint that was loaded last: restored, converted, edited, missing, not used."""
-        return self._on_mesh.checkpoints.report
+        return None if self._run is None else self._run.checkpoints.report
 
     @property
     @override
