@@ -56,6 +56,7 @@ bench: $(VENV)/.with-test ## step times beside Lightning's own strategies and ha
 	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.start_up
 	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.replay_cost
 	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.shard_operations
+	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.checkpoints
 
 docs: $(VENV)/.with-docs ## write the map of the code, build the pages into site/
 	$(BIN)/python -m tests.contract.map

@@ -23,22 +23,23 @@ _FIX = "load it once with Lightning and weights_only=False, if you trust who wro
 
 
 class PlainPlanner(DefaultLoadPlanner):
-    """Reads what is no tensor without running any code of it."""
+    """Reads what is no tensor without running any code of it.
+
+    Attributes:
+        refused: The names of what is more than plain data.
+    """
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.refused: list[str] = []
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Puts a value in its place.
-
-        Raises:
-            CheckpointError: It is more than plain data.
-        """
+        """Puts a value in its place."""
         name = read_item.dest_index.fqn
         try:
             self.state_dict[name] = torch.load(value, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise CheckpointError(f"{name} is more than plain data, which is not loaded", fix=_FIX) from error
+        except pickle.UnpicklingError:
+            self.refused.append(name)
 
 
 def optimizer_states(directory: DirectoryTensors, tensor: Callable[[str], Tensor]) -> list[dict[str, Any]]:
@@ -51,7 +52,12 @@ def optimizer_states(directory: DirectoryTensors, tensor: Callable[[str], Tensor
     Raises:
         CheckpointError: A part of them is missing, or more than plain data.
     """
-    plain = read_values(directory.path, [name for name in directory.others if name in directory.paths], PlainPlanner())
+    planner = PlainPlanner()
+    plain = read_values(directory.path, [name for name in directory.others if name in directory.paths], planner)
+    if planner.refused:
+        raise CheckpointError(
+            f"{directory.path}: {planner.refused[0]} is more than plain data, which is not loaded", fix=_FIX
+        )
     trees: dict[int, dict[Any, Any]] = {}
     for flat, path in directory.paths.items():
         found = _OPTIMIZER.match(str(path[0]))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint._hf_utils import _HFStorageInfo
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from lightning_3d.checkpoint.sources import Form, TensorSource
@@ -31,6 +32,23 @@ SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 _DAMAGED = "copy or download the weights again, these are damaged"
 _SHOWN = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A stored tensor as one part of another, or as all of it.
+
+    Attributes:
+        stored: Its name in the file.
+        offsets: Where it begins in the other.
+        sizes: Its shape there.
+        stacked: The dim of the other that it does not have itself, where its size is 1; None if it has all.
+    """
+
+    stored: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    stacked: int | None = None
 
 
 class HuggingFaceTensors(TensorSource):
@@ -66,7 +84,21 @@ class HuggingFaceTensors(TensorSource):
                 f"the index of {path} names {len(lost)} tensors that are not in their files ({_few(lost)})",
                 fix=_DAMAGED,
             )
-        self.forms = forms
+        self.forms: Mapping[str, Form] = forms
+        self.parts: Mapping[str, Sequence[Part]] = {
+            name: (Part(stored=name, offsets=(0,) * len(form.shape), sizes=form.shape),) for name, form in forms.items()
+        }
+
+    def joined(self, parts: Mapping[str, Sequence[Part]], forms: Mapping[str, Form]) -> HuggingFaceTensors:
+        """Returns the same files as other tensors.
+
+        Args:
+            parts: The parts of each tensor, by its new name; they cover it.
+            forms: Shape and dtype of each.
+        """
+        other = copy.copy(self)
+        other.parts, other.forms = parts, forms
+        return other
 
     def read(self, into: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
         """See the base class."""
@@ -76,19 +108,26 @@ class HuggingFaceTensors(TensorSource):
     def _index(self) -> Metadata:
         entries = {
             name: TensorStorageMetadata(
-                properties=TensorProperties(dtype=form.dtype),
-                size=form.shape,
-                chunks=[ChunkStorageMetadata(torch.Size([0] * len(form.shape)), form.shape)],
+                properties=TensorProperties(dtype=self.forms[name].dtype),
+                size=self.forms[name].shape,
+                chunks=[ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)) for part in parts],
             )
-            for name, form in self.forms.items()
+            for name, parts in self.parts.items()
         }
         places = {
-            MetadataIndex(name, torch.Size([0] * len(form.shape))): _HFStorageInfo(
-                relative_path=str(self._files[name]), shape=form.shape, dtype=form.dtype
-            )
-            for name, form in self.forms.items()
+            MetadataIndex(name, torch.Size(part.offsets)): _Place(str(self._files[part.stored]), part)
+            for name, parts in self.parts.items()
+            for part in parts
         }
         return Metadata(state_dict_metadata=dict(entries), storage_data=places)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a part lies; torch's planner knows its file by this name."""
+
+    relative_path: str
+    part: Part
 
 
 class _Reader(HuggingFaceStorageReader):
@@ -103,21 +142,30 @@ class _Reader(HuggingFaceStorageReader):
         return self._index
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[Any]] = {}
+        by_file: dict[str, list[tuple[Part, Any]]] = {}
         for item in plan.items:
-            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+            place: _Place = self.storage_data[item.storage_index]
+            by_file.setdefault(place.relative_path, []).append((place.part, item))
         for file, items in by_file.items():
             with _opened(Path(file)) as stored:
-                for item in items:
-                    name = item.storage_index.fqn
-                    ends = zip(item.storage_offsets, item.lengths, strict=True)
-                    window = tuple(slice(start, start + length) for start, length in ends)
+                for part, item in items:
                     target = planner.resolve_tensor(item).detach()
-                    target.copy_(stored.get_slice(name)[window] if window else stored.get_tensor(name))
+                    target.copy_(_window(stored, part, item))
                     planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+
+def _window(stored: Any, part: Part, item: ReadItem) -> Tensor:
+    """Reads what is asked of a part."""
+    ends = zip(item.storage_offsets, item.lengths, strict=True)
+    window = [slice(start, start + length) for start, length in ends]
+    if part.stacked is not None:
+        del window[part.stacked]
+    # A slice of a tensor without dims is none.
+    found: Tensor = stored.get_slice(part.stored)[tuple(window)] if window else stored.get_tensor(part.stored)
+    return found if part.stacked is None else found.unsqueeze(part.stacked)
 
 
 def is_huggingface(path: Path) -> bool:

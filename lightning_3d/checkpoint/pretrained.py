@@ -14,6 +14,7 @@ from lightning_3d.checkpoint.absent import is_absent
 from lightning_3d.checkpoint.agreement import gather, together
 from lightning_3d.checkpoint.files import resolve
 from lightning_3d.checkpoint.huggingface import HuggingFaceTensors, is_huggingface
+from lightning_3d.checkpoint.joining import as_transformers_loads
 from lightning_3d.checkpoint.layout import canonical, empty_like, is_cut, module_state, module_tensors
 from lightning_3d.checkpoint.matching import Matching, match
 from lightning_3d.checkpoint.packed import NO_LAYOUTS, unpacked
@@ -131,7 +132,7 @@ def load_pretrained(
     """
     weights: Weights | None = None
     with together(group, f"open the weights {path}", _FIX):
-        weights = open_weights(path)
+        weights = _as_loaded(open_weights(path), module)
     assert weights is not None, "together() lets no failure through"
     targets = module_tensors(module, layouts)
     forms = weights.forms
@@ -161,6 +162,14 @@ def load_pretrained(
         weights.source.read({weights.names[name]: tensor for name, tensor in into.items()}, group)
     _check_ties(into, owners, path, group)
     return report
+
+
+def _as_loaded(weights: Weights, module: nn.Module) -> Weights:
+    """Returns the weights as transformers has them in its models, whose files may name and cut them otherwise."""
+    if not isinstance(weights.source, HuggingFaceTensors):
+        return weights
+    source = as_transformers_loads(weights.source, module)
+    return Weights(source=source, names={name: name for name in source.forms})
 
 
 def _report(

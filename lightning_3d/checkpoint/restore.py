@@ -6,6 +6,7 @@ import pickle
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,15 @@ from torch.optim import Optimizer
 from lightning_3d.checkpoint.absent import present
 from lightning_3d.checkpoint.agreement import together
 from lightning_3d.checkpoint.containers import from_plain
-from lightning_3d.checkpoint.files import resolve
+from lightning_3d.checkpoint.files import is_remote, local_path, resolve
 from lightning_3d.checkpoint.generators import set_random_state
 from lightning_3d.checkpoint.layout import canonical, empty_like, module_tensors, named_parameters
 from lightning_3d.checkpoint.members import Members, all_members, members_of
 from lightning_3d.checkpoint.optimizers import cut, destinations, load_state, matched, named
 from lightning_3d.checkpoint.packed import NO_LAYOUTS
+from lightning_3d.checkpoint.remote import finished_folder, read_file
 from lightning_3d.checkpoint.report import LoadedPart
-from lightning_3d.checkpoint.store import FORMAT, META_FILE, MODULE_KEY, OPTIMIZERS_KEY, OURS, is_remote, local_path
+from lightning_3d.checkpoint.store import FORMAT, META_FILE, MODULE_KEY, OPTIMIZERS_KEY, OURS
 from lightning_3d.checkpoint.tensors import read_tensors, stored_tensors
 from lightning_3d.checkpoint.weights import load_module_state
 from lightning_3d.errors import CheckpointError
@@ -92,7 +94,7 @@ def open_checkpoint(
     """Opens a checkpoint and reads its metadata. Every rank calls it.
 
     Args:
-        path: The checkpoint as this rank sees it: a directory, a file, or a URL of a file.
+        path: The checkpoint as this rank sees it: a directory or a file, or the URL of one.
         weights_only: None and True load plain data alone; False unpickles a file of someone trusted.
         group: The ranks that load together, None for one process.
         reader: Reads whatever is no directory of ours.
@@ -103,6 +105,9 @@ def open_checkpoint(
     plain = weights_only is not False
     with together(group, f"open the checkpoint {path}", _DAMAGED):
         remote = is_remote(path)
+        folder = finished_folder(str(path)) if remote and reader is None else None
+        if folder is not None:
+            return _open_folder(folder, plain)
         if remote or (reader is not None and not (local_path(path) / META_FILE).is_file()):
             return _of_file(str(path), (reader or TorchCheckpointIO()).load_checkpoint(path, weights_only=plain))
         return _open_local(resolve(local_path(path)), plain)
@@ -139,7 +144,7 @@ def read_module_state(
             fits = target is not None and target.shape == entry.size
             state[name] = empty_like(targets[name], targets[name].dtype) if fits else _empty(entry)
     into = {f"{_OF_MODULE}{name}": tensor for name, tensor in present(state).items()}
-    read_tensors(Path(stored.path), into, group)
+    read_tensors(stored.path, into, group)
     return state | stored.extra
 
 
@@ -209,7 +214,7 @@ def load_optimizers(
             into = {name: tensor for _, tensors in placed for name, tensor in tensors.items()}
             states = [state for state, _ in placed]
     if stored.tensors is not None:
-        read_tensors(Path(stored.path), into, group)
+        read_tensors(stored.path, into, group)
     for optimizer, state in zip(optimizers, states, strict=True):
         load_state(state, optimizer)
     everything = zip(optimizers, stored.optimizers, everyone, strict=True)
@@ -242,7 +247,8 @@ def random_part(stored: StoredCheckpoint, world: int) -> LoadedPart:
         return LoadedPart(name=name, missing=("those of all ranks",))
     if len(saved) == world:
         return LoadedPart(name=name, restored=(f"of {world} ranks",))
-    return LoadedPart(name=name, converted=(f"rank 0's of {len(saved)} on all {world} ranks",))
+    everywhere = f" on all {world} ranks" if world > 1 else ""
+    return LoadedPart(name=name, converted=(f"rank 0's of {len(saved)}{everywhere}",))
 
 
 def _optimizer_part(name: str, saved: Mapping[str, Any], members: Sequence[Members]) -> LoadedPart:
@@ -263,14 +269,20 @@ def _optimizer_part(name: str, saved: Mapping[str, Any], members: Sequence[Membe
 
 def _open_local(path: Path, weights_only: bool) -> StoredCheckpoint:
     if not path.is_dir():
-        return _of_file(path, _torch_load(path, weights_only))
+        return _of_file(path, _torch_load(path, weights_only, str(path)))
     inside = [child.name for child in path.iterdir() if child.suffix == ".ckpt"]
     if inside:
         raise CheckpointError(f"{path} is a folder of checkpoints.", valid=inside, fix=f"{path / inside[0]}")
+    return _open_folder(path, weights_only)
+
+
+def _open_folder(path: Path | str, weights_only: bool) -> StoredCheckpoint:
     tensors = stored_tensors(path)
-    if not (path / META_FILE).is_file():
-        raise CheckpointError(f"{path} is no finished checkpoint: it has no {META_FILE}", fix=_DAMAGED)
-    metadata, ours = _split_ours(path, _torch_load(path / META_FILE, weights_only))
+    try:
+        source = BytesIO(read_file(f"{path}/{META_FILE}")) if isinstance(path, str) else path / META_FILE
+        metadata, ours = _split_ours(path, _torch_load(source, weights_only, f"{path}/{META_FILE}"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is no finished checkpoint: it has no {META_FILE}", fix=_DAMAGED) from error
     return StoredCheckpoint(
         path=path,
         metadata=metadata,
@@ -330,10 +342,13 @@ def _split_ours(path: Path | str, content: dict[str, Any]) -> tuple[dict[str, An
         raise CheckpointError(f"the metadata of {path} are damaged: {error!r}", fix=_DAMAGED) from error
 
 
-def _torch_load(path: Path, weights_only: bool) -> Any:
+def _torch_load(source: Path | BytesIO, weights_only: bool, path: str) -> Any:
     try:
         # Mapped, so that the ranks of one machine share the pages and read only what they use.
-        return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=zipfile.is_zipfile(path))
+        mapped = isinstance(source, Path) and zipfile.is_zipfile(source)
+        return torch.load(source, map_location="cpu", weights_only=weights_only, mmap=mapped)
+    except FileNotFoundError:
+        raise
     except pickle.UnpicklingError as error:
         if not weights_only:
             raise CheckpointError(f"{path} cannot be read: {error}", fix=_DAMAGED) from error

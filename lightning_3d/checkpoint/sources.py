@@ -46,11 +46,13 @@ class TensorSource(ABC):
         path: Where they lie.
         forms: Shape and dtype of each.
         ties: Another name → the name of the tensor that it shares its bytes with.
+        lent: What a writer has got last, and needs until it asks for more.
     """
 
     path: Path
     forms: Mapping[str, Form]
     ties: Mapping[str, str]
+    lent: Tensor | None = None
 
     @abstractmethod
     def read(self, into: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:

@@ -19,16 +19,16 @@ from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from torch import Tensor
 
 from lightning_3d.checkpoint.absent import present
-from lightning_3d.checkpoint.agreement import gather, together
+from lightning_3d.checkpoint.agreement import gather, group_rank, together
 from lightning_3d.checkpoint.background import BackgroundWriter, staged
 from lightning_3d.checkpoint.containers import Plain, to_plain
-from lightning_3d.checkpoint.files import Disk, atomic_path, find_disk
+from lightning_3d.checkpoint.files import Disk, atomic_path, find_disk, is_remote, local_path
 from lightning_3d.checkpoint.gathering import gather_whole
 from lightning_3d.checkpoint.layout import as_saved
 from lightning_3d.checkpoint.optimizers import group_names, indexed, split
 from lightning_3d.checkpoint.packed import NO_LAYOUTS
+from lightning_3d.checkpoint.remote import remote_folder, write_file
 from lightning_3d.checkpoint.tensors import write_tensors
-from lightning_3d.errors import CheckpointError
 from lightning_3d.log import get_logger, info_once
 from lightning_3d.shards.layout import Layout
 from lightning_3d.shards.presence import Presence
@@ -38,8 +38,6 @@ META_FILE = "meta.pt"
 OURS = "lightning_3d"
 MODULE_KEY = "state_dict"
 OPTIMIZERS_KEY = "optimizer_states"
-
-_LOCAL_SCHEME = "file://"
 
 _log = get_logger(__name__)
 
@@ -117,7 +115,7 @@ def save(
     memory of the first rank there.
 
     Args:
-        path: The name as this rank sees it: a local path, or a URL that fsspec knows for a single file.
+        path: The name as this rank sees it: a local path, or a URL that fsspec knows.
         state: What to save.
         distributed: True for a directory that all ranks write, False for one file.
         group: All ranks of the mesh, with a backend for CPU objects; None for one process.
@@ -131,13 +129,11 @@ def save(
     if writer is not None:
         _save_by(writer, str(path), state, group, storage_options=storage_options)
         return
-    remote = is_remote(path)
-    if remote and distributed:
-        raise CheckpointError(
-            f"{path} is not a local path, and a sharded checkpoint needs one",
-            fix="choose a directory that all nodes mount, or save one file: strategy.save_distributed_checkpoint=false",
-        )
-    if remote:
+    if is_remote(path) and distributed:
+        # Every rank sees the same behind a URL.
+        _save_directory(str(path), state, Disk(rank=group_rank(group), leader=0, leaders=(0,)), group, background)
+        return
+    if is_remote(path):
         _save_by(TorchCheckpointIO(), str(path), state, group)
         return
     target = local_path(path)
@@ -150,18 +146,8 @@ def save(
         _save_file(target, state, disk, group)
 
 
-def is_remote(path: str | Path) -> bool:
-    """Returns whether a path is a URL, not a name on this machine."""
-    return "://" in str(path) and not str(path).startswith(_LOCAL_SCHEME)
-
-
-def local_path(path: str | Path) -> Path:
-    """Returns the absolute path that a name on this machine means."""
-    return Path(str(path).removeprefix(_LOCAL_SCHEME)).absolute()
-
-
 def _save_directory(
-    target: Path,
+    target: Path | str,
     state: CheckpointState,
     disk: Disk,
     group: dist.ProcessGroup | None,
@@ -185,6 +171,12 @@ def _save_directory(
         nested = staged(nested)
 
     def write(writers: dist.ProcessGroup | None) -> None:
+        if isinstance(target, str):
+            with remote_folder(target, writers) as folder:
+                write_tensors(folder, nested, aliases, writers)
+                if disk.leads:
+                    write_file(f"{folder}/{META_FILE}", packed.getvalue())
+            return
         with atomic_path(target, disk, writers, directory=True) as temporary:
             if disk.shared or disk.leads:
                 write_tensors(temporary, nested, aliases, writers if disk.shared else None)

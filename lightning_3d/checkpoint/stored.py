@@ -67,7 +67,11 @@ class StoredTensor(Tensor):
         return [ChunkStorageMetadata(torch.Size([0] * self.dim()), self.shape)]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return self.read()
+        # The writer keeps all tensors of a file to its end, though it has written one when it asks for the next.
+        if self.source.lent is not None:
+            self.source.lent.untyped_storage().resize_(0)
+        self.source.lent = self.read()
+        return self.source.lent
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"StoredTensor({self.key}, {tuple(self.shape)}, {self.dtype})"

@@ -45,13 +45,11 @@ class Contents:
         path: Where it lies.
         kind: Who wrote it.
         state: What it holds.
-        optimizers: How many optimizers it held that are left out.
     """
 
     path: Path
     kind: Kind
     state: CheckpointState
-    optimizers: int = 0
 
 
 def read_contents(path: Path, progress: Progress, *, weights_only: bool, names: bool) -> Contents:
@@ -97,14 +95,13 @@ def _of_directory(path: Path, progress: Progress, weights_only: bool) -> Content
 
     owners = {flat: tensor(flat) for flat in weights.names.values() if flat not in source.ties}
     module = {canonical(name): owners[source.ties.get(flat, flat)] for name, flat in weights.names.items()}
-    found: list[dict[str, Any]] | None
-    if ours:
-        found = None if stored.optimizers is None else [joined(state, tensor) for state in stored.optimizers]
-    else:
+    found: list[dict[str, Any]] | None = None
+    if not weights_only and not ours:
         found = optimizer_states(directory, tensor) or None
-    state = _state(stored, module, None if weights_only else found)
-    left = len(found or ()) if weights_only else 0
-    return Contents(path=path, kind=Kind.MESH if ours else Kind.SHARDED, state=state, optimizers=left)
+    elif not weights_only and stored.optimizers is not None:
+        found = [joined(state, tensor) for state in stored.optimizers]
+    state = _state(stored, module, found)
+    return Contents(path=path, kind=Kind.MESH if ours else Kind.SHARDED, state=state)
 
 
 def _of_file(path: Path, progress: Progress, weights_only: bool, names: bool) -> Contents:
@@ -122,13 +119,12 @@ def _of_file(path: Path, progress: Progress, weights_only: bool, names: bool) ->
 
     module = {n: lazy(f"{MODULE_KEY}.{n}") if isinstance(v, Tensor) else v for n, v in whole.items()}
     optimizers = None if stored.optimizers is None else [_with(state, lazy) for state in states]
-    left = 0
     if weights_only:
-        optimizers, left = None, len(states)
+        optimizers = None
     elif names and optimizers is not None:
         known = stored.optimizer_names or [_guessed(path, at, each, module) for at, each in enumerate(optimizers)]
         optimizers = [named(state, own) for state, own in zip(optimizers, known, strict=True)]
-    return Contents(path=path, kind=Kind.FILE, state=_state(stored, module, optimizers), optimizers=left)
+    return Contents(path=path, kind=Kind.FILE, state=_state(stored, module, optimizers))
 
 
 def _state(
@@ -140,6 +136,7 @@ def _state(
         optimizers=optimizers,
         places=stored.places,
         all_random=stored.random,
+        about=stored.about or {},
     )
 
 

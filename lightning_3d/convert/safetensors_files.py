@@ -84,7 +84,7 @@ def save_files(export: Export, directory: Path, size: str) -> int:
         ) from error
     forms = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in export.tensors.items()}
     try:
-        parts = split_torch_state_dict_into_shards(forms, max_shard_size=size)
+        parts = split_torch_state_dict_into_shards(forms, max_shard_size=int(size) if size.isdigit() else size)
     except ValueError as error:
         raise ConfigError(f"--max-shard-size {size}: {error}", valid="a number of bytes, 500MB, 5GB") from error
     for file, names in parts.filename_to_tensors.items():

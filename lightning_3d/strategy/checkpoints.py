@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 from lightning_3d.checkpoint.agreement import together
 from lightning_3d.checkpoint.background import BackgroundWriter
 from lightning_3d.checkpoint.containers import to_plain
-from lightning_3d.checkpoint.files import remove
+from lightning_3d.checkpoint.files import is_remote, remove
 from lightning_3d.checkpoint.generators import random_state
 from lightning_3d.checkpoint.members import Members
+from lightning_3d.checkpoint.remote import remove_remote
 from lightning_3d.checkpoint.report import LoadedPart, LoadReport
 from lightning_3d.checkpoint.restore import (
     StoredCheckpoint,
@@ -32,7 +33,7 @@ from lightning_3d.checkpoint.restore import (
     read_module_state,
     restore_random,
 )
-from lightning_3d.checkpoint.store import MODULE_KEY, OPTIMIZERS_KEY, CheckpointState, is_remote, save
+from lightning_3d.checkpoint.store import MODULE_KEY, OPTIMIZERS_KEY, CheckpointState, save
 from lightning_3d.checkpoint.structure import Structure, compared
 from lightning_3d.checkpoint.weights import StateAsRead, load_module_state
 from lightning_3d.log import get_logger
@@ -247,12 +248,15 @@ class CheckpointDoor:
         """
         to_plain(dict(getattr(owner, "hparams", None) or {}), "hyper_parameters")
 
-    def remove(self, path: str | Path) -> bool:
-        """Removes a local checkpoint, after those that are being written; returns whether the path was local."""
-        if is_remote(path):
-            return False
-        if self._background is None:
-            remove(Path(path).absolute())
+    def remove(self, path: str | Path) -> None:
+        """Removes a checkpoint, after those that are being written. Any number of ranks may call it."""
+        if not is_remote(path):
+            act: Callable[[], None] = partial(remove, Path(path).absolute())
+        elif self._group.rank() == 0:
+            act = partial(remove_remote, str(path))
         else:
-            self._background.afterwards(partial(remove, Path(path).absolute()))
-        return True
+            return
+        if self._background is None:
+            act()
+        else:
+            self._background.afterwards(act)

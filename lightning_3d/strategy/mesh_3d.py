@@ -146,7 +146,8 @@ class Mesh3DStrategy(ExplainingStrategy):
         module = self.lightning_module
         assert module is not None
         # On the mesh already, it has on the meta device what other pipeline ranks hold.
-        if not self._is_applied and any(parameter.is_meta for parameter in module.parameters()):
+        known = self._applied is not None and self._applied.module is module
+        if not known and any(parameter.is_meta for parameter in module.parameters()):
             check_untouched(module)
             self._tape = recorder.tape(module)
 
@@ -159,9 +160,9 @@ class Mesh3DStrategy(ExplainingStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             for owner in (self.lightning_module, getattr(trainer, "datamodule", None)):
                 self._on_mesh.checkpoints.check_hyper_parameters(owner)
-        run, known, applied = self._on_mesh, self._is_applied, self._apply()
-        # A module that a checkpoint was loaded into, or that ran before, has its weights.
-        if not known:
+        run, before, applied = self._on_mesh, self._applied, self._apply()
+        # One that ran before, or that a checkpoint was loaded into, has its weights.
+        if applied is not before:
             read_pretrained(applied, self.config, run.world_group)
         replay = ReplayOptions(compile=self.config.compile) if self.config.replay else None
         watch_calls(
@@ -210,7 +211,7 @@ class Mesh3DStrategy(ExplainingStrategy):
         pipelined = self.mesh_spec.pipeline > 1
         if pipelined and module.trainer.state.fn == TrainerFn.FITTING:
             refuse_own_training(module)
-        if not self._is_applied:
+        if self._applied is None or self._applied.module is not module:
             step = None
             if self.mesh_spec.size(MODEL_GROUP) > 1:
                 cut = MicroBatches(module, self.config) if pipelined else None
@@ -229,11 +230,7 @@ class Mesh3DStrategy(ExplainingStrategy):
             self._tape = None
             if self.config.explain:
                 rank_zero_info("the plan of this run\n%s", self.explain())
-        return self._module_on_mesh
-
-    @property
-    def _is_applied(self) -> bool:
-        return self._applied is not None and self._applied.module is self.lightning_module
+        return self._applied
 
     @property
     def _module_on_mesh(self) -> AppliedModule:

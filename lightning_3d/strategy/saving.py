@@ -156,7 +156,7 @@ class SavingStrategy(MeshStrategy):
     @property
     def load_report(self) -> LoadReport | None:
         """What became of the checkpoint that was loaded last: restored, converted, edited, missing, not used."""
-        return self._on_mesh.checkpoints.report
+        return None if self._run is None else self._run.checkpoints.report
 
     @property
     @override
@@ -284,8 +284,10 @@ class SavingStrategy(MeshStrategy):
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
-        if self._own_io is not None or not self._on_mesh.checkpoints.remove(str(filepath)):
+        if self._own_io is not None:
             super().remove_checkpoint(filepath)
+        else:
+            self._on_mesh.checkpoints.remove(str(filepath))
 
     @property
     def _own_io(self) -> CheckpointIO | None:

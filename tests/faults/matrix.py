@@ -23,20 +23,18 @@ import lightning as L
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_3d import Mesh3DPrecision
+from tests.faults.language import Language, Sentences
 from tests.parity.measure import error, whole
-from tests.parity.models import NextToken
 from tests.spmd.fits import trainer
 from tests.spmd.pool import run_spmd
 
 PAGE = Path(__file__).parents[2] / "docs" / "resharding.md"
 COMMAND = "python -m tests.faults.matrix"
-STEPS, SAMPLES, BATCH = 3, 80, 8
-# A vocabulary that two ranks divide and four do not, so that one mesh has to pad it.
-WORDS, LENGTH = 94, 10
+STEPS, BATCH = 3, 8
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LOSS_BOUND, MOMENT_BOUND, PARAMETER_BOUND = 1e-12, 1e-10, 1e-10
 
@@ -118,55 +116,6 @@ class Off:
         return near and self.restored
 
 
-class Sentences(torch.utils.data.Dataset[tuple[Tensor]]):
-    """Sequences of token ids, the same in every process."""
-
-    def __init__(self) -> None:
-        self.ids = torch.randint(0, WORDS, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(9))
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[Tensor]:
-        return (self.ids[index],)
-
-
-class Language(NextToken):
-    """GPT-2 as Hugging Face has it, tied, with two parameter groups and a learning rate that changes in each step."""
-
-    def __init__(self) -> None:
-        super().__init__(gpt2())
-
-    def configure_optimizers(self) -> Any:
-        parts: tuple[list[nn.Parameter], ...] = ([], [])
-        for parameter in self.parameters():
-            parts[parameter.dim() < 2].append(parameter)
-        groups = [{"params": parts[0], "weight_decay": 0.1}, {"params": parts[1], "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=self.lr)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=4 * STEPS)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-def gpt2() -> nn.Module:
-    """Returns four blocks without dropout, whose masks differ with the data degree."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(4)
-    config = GPT2Config(
-        vocab_size=WORDS,
-        n_positions=LENGTH,
-        n_embd=32,
-        n_layer=4,
-        n_head=4,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return GPT2LMHeadModel(config)
-
-
 class Told(Callback):
     """Writes down losses and, before and after the steps, whole parameters and moments.
 
@@ -216,7 +165,7 @@ def train(mesh: Mesh, stretch: Stretch, ends: Iterable[int]) -> Told:
         enable_checkpointing=True,
     )
     data = DataLoader(Sentences(), BATCH // mesh.data, shuffle=True)
-    run.fit(Language(), data, ckpt_path=stretch.source)
+    run.fit(Language(schedule=4 * STEPS), data, ckpt_path=stretch.source)
     return told
 
 

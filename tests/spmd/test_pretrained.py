@@ -38,6 +38,7 @@ def assert_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     [
         ("llama", 8, CUBE, False),
         ("gpt2", 4, CUBE | {"zero_stage": 3}, True),
+        ("mixtral", 4, CUBE, True),
         ("odd", 2, {"tensor_parallel_size": 2, "pad_vocabulary": True, "zero_stage": 0}, False),
     ],
 )

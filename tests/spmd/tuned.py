@@ -114,7 +114,7 @@ def tuned(
     save: Path | None = None,
     precision: str = "32-true",
 ) -> dict[str, Any]:
-    """Trains epochs of two batches and returns the state before, losses and the state after; None is plain Lightning."""
+    """Trains epochs of two batches and returns the state before, losses and the state after; None: plain Lightning."""
     L.seed_everything(2, verbose=False)
     start = Start()
     own = None if strategy is None else Mesh3DStrategy(**{"num_microbatches": 2, **strategy})
