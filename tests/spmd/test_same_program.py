@@ -77,7 +77,7 @@ def differ(rank: int, world: int, what: str, strategy: dict[str, Any], directory
     [
         ("seed", DATA, "seed_everything: 5 on rank 0; 6 on rank 1"),
         more("option", PIPELINE, "strategy.num_microbatches: 'auto' on rank 0; 4 on rank 1"),
-        ("code", TENSOR, "code of FromFile in net.py: "),
+        more("code", TENSOR, "code of FromFile in net.py: "),
         ("module", DATA, "'more.weight' is not there on rank 0, (2, 2) torch.float64 on rank 1"),
         more("module", PIPELINE, "'more.weight' is not there on rank 0, (2, 2) torch.float64 on rank 1"),
         ("batches", PIPELINE, "differ: the train loader has 4 batches on rank 0, 3 batches on rank 1."),
