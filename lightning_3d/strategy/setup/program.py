@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import lightning_3d
+from lightning_3d import __version__
 from lightning_3d.checkpoint.agreement import gather
 from lightning_3d.config.schema import StrategyConfig
 from lightning_3d.errors import ConfigError
@@ -56,7 +56,7 @@ def facts_of(config: StrategyConfig, module: nn.Module) -> dict[str, str]:
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "torch": str(torch.__version__),
         "lightning": str(lightning.__version__),
-        "lightning_3d": str(lightning_3d.__version__),
+        "lightning_3d": __version__,
         "seed_everything": os.environ.get("PL_GLOBAL_SEED", "not called"),
     }
     facts |= {f"strategy.{name}": repr(value) for name, value in options.items() if name not in _OWN_OPTIONS}
