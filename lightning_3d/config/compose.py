@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, InstantiationException, MissingConfigException
@@ -89,6 +90,20 @@ def run_hydra(task: Callable[[DictConfig], Any], arguments: Sequence[str], *, co
             sys.argv = command_line
         if failed:
             raise failed[0]
+
+
+def with_overrides(arguments: Sequence[str], first: Sequence[str]) -> list[str]:
+    """Returns a command line with overrides in front of its own, which count more where they have the same key.
+
+    Hydra's parser takes overrides from one place of the command line only.
+
+    Args:
+        arguments: Hydra's flags and overrides.
+        first: Overrides.
+    """
+    given = get_args_parser().parse_known_args(list(arguments))[0].overrides
+    at = list(arguments).index(given[0]) if given else len(arguments)
+    return [*arguments[:at], *first, *arguments[at:]]
 
 
 @contextmanager

@@ -216,6 +216,7 @@ class Mesh3DStrategy(ExplainingStrategy):
             if self.mesh_spec.size(MODEL_GROUP) > 1:
                 cut = MicroBatches(module, self.config) if pipelined else None
                 step = take_first_step(module, self._on_mesh, self._precision, data_rank=self.data_rank, cut=cut)
+                self._on_mesh.same_batches.shapes(step.args[0])
                 # Not the step itself: its batch must not live as long as the run.
                 self._begun_loaders = step.begun
             self._applied = apply_module(
@@ -383,6 +384,7 @@ class Mesh3DStrategy(ExplainingStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         assert trainer.state.stage is not None
+        self._on_mesh.same_batches.lengths(dataloader, trainer.state.stage.value)
         begun = self._begun_loaders.take(dataloader)
         dealt = self._on_mesh.dealer.deal(dataloader, trainer.state.stage.value, fill=trainer.training)
         return self._on_mesh.ends.process(

@@ -38,8 +38,9 @@ from lightning_3d.strategy.faults.restarts import Restarts
 from lightning_3d.strategy.launch.launcher import Mesh3DLauncher, check_started, end_earlier_job
 from lightning_3d.strategy.launch.meeting import lends_store, meet
 from lightning_3d.strategy.launch.spawning import Mesh3DProcessLauncher, start_method
-from lightning_3d.strategy.run import RunOnMesh
+from lightning_3d.strategy.run import RunOnMesh, whole_world
 from lightning_3d.strategy.setup.callbacks import refuse_callbacks
+from lightning_3d.strategy.setup.program import check_same_program
 from lightning_3d.strategy.setup.refusals import refuse_compiled
 
 # Far longer than gloo's threads need, far shorter than a person notices.
@@ -220,13 +221,15 @@ class MeshStrategy(ParallelStrategy):
             **met,
             device_id=self.root_device if self.root_device.type != "cpu" else None,
         )
+        assert self.lightning_module is not None
+        if self.world_size > 1:
+            check_same_program(self.config, self.lightning_module, whole_world())
         if self._run is None:
             self._run = RunOnMesh(self.mesh_spec, self.root_device, self.config)
         if "PL_GLOBAL_SEED" in os.environ:
             # Seeded again, as Lightning's strategies do it, they would draw other numbers than one device does.
             share_generators(self._run.world_group)
         self._precision.join_mesh(self.root_device.type, self._run.shared_group, self._run.clipper)
-        assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._run.mesh
         if self.world_size > 1:
             trainer = self.lightning_module.trainer

@@ -51,9 +51,7 @@ class RunOnMesh:
         rank = dist.get_rank()
         self.same_batches = ReplicaCheck(self.model_group, spec.group(MODEL_GROUP, rank))
         self.same_tensors = ReplicaCheck(tensor_mesh(self.mesh).get_group(), spec.group("tensor_parallel", rank))
-        world = dist.group.WORLD
-        assert world is not None, "the processes have met"
-        self.world_group: dist.ProcessGroup = world
+        self.world_group = whole_world()
         self.seed = _agreed_seed(self.world_group)
         self.stop = CommonStop(self.world_group)
         self.streams = RandomStreams(self.seed, [device]) if config.layout_free_random else None
@@ -109,6 +107,13 @@ class MeshClipper:
     def by_value(self, parameters: Sequence[Tensor], value: float) -> None:
         """Clamps each element to [-value, value]."""
         clip_by_value(parameters, value)
+
+
+def whole_world() -> dist.ProcessGroup:
+    """Returns the group of all ranks, which have met."""
+    world: dist.ProcessGroup | None = dist.group.WORLD
+    assert world is not None, "the processes have met"
+    return world
 
 
 def evaluate_without_inference_mode(trainer: Trainer) -> None:

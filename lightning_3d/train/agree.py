@@ -15,8 +15,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from torch._C._distributed_c10d import Store
 
-from lightning_3d.config.compose import run_hydra
+from lightning_3d.config.compose import run_hydra, with_overrides
 from lightning_3d.config.schema import RunConfig
+from lightning_3d.faults.agent import tell_agent
 from lightning_3d.strategy.faults.restarts import agent_directory
 from lightning_3d.strategy.launch.meeting import meet
 from lightning_3d.strategy.launch.rank_command import path_override, rank_arguments
@@ -46,7 +47,10 @@ def run_together(make_job: Callable[[Announce], Job], arguments: Sequence[str]) 
     board = _Board(store)
     if rank == 0:
         try:
-            run_hydra(make_job(lambda run: board.write(_to_repeat(run))), [*_as_before(), *arguments])
+            run_hydra(make_job(lambda run: board.write(_to_repeat(run))), with_overrides(arguments, _as_before()))
+        except Exception as error:
+            tell_agent(error)
+            raise
         finally:
             board.write(None)
         return

@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lightning_3d.config.compose import QUIET_RANK, run_hydra
+from lightning_3d.config.compose import QUIET_RANK, run_hydra, with_overrides
 from lightning_3d.config.schema import RunConfig
 from lightning_3d.train.prepare import prepare
 
@@ -60,7 +60,7 @@ def _single_writer(arguments: Sequence[str]) -> list[str]:
     own = [f"paths.run_name=slurm_{os.environ['SLURM_JOB_ID']}_{step}"]
     if os.environ["SLURM_PROCID"] != "0":
         own += QUIET_RANK
-    return [*own, *arguments]
+    return with_overrides(arguments, own)
 
 
 @contextmanager

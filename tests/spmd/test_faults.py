@@ -134,7 +134,7 @@ def test_a_hang_ends_at_the_time_out_with_the_place_of_every_rank(place: str, tm
     assert "rank 3 ends here, in training, epoch 0, batch 3, step 3" in found.output
 
 
-@pytest.mark.parametrize(("place", "doing"), [("save", "saving"), more("load", "loading")])
+@pytest.mark.parametrize(("place", "doing"), [more("save", "saving"), more("load", "loading")])
 def test_a_hang_in_a_checkpoint_is_told_as_such(place: str, doing: str, tmp_path: Path) -> None:
     directory = tmp_path / "hangs"
     directory.mkdir()

@@ -34,7 +34,9 @@ class Start(Callback):
 
 
 def fitted(rank: int, world: int, kind: type[Speaker], seed: int, strategy: dict[str, Any]) -> Any:
-    L.seed_everything(seed if kind is Late else seed + rank, verbose=False)
+    L.seed_everything(seed, verbose=False)
+    if kind is not Late:
+        torch.manual_seed(seed + rank)
     start, module = Start(), kind()
     if kind is Speaker:
         module.double()

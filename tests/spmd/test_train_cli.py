@@ -130,6 +130,18 @@ def test_a_rank_that_fails_takes_the_others_with_it(project: Path) -> None:
     assert "rank 1 fails on purpose" in finished.output
 
 
+@pytest.mark.thorough
+def test_a_job_that_torchrun_starts_again_goes_on_in_its_directory(project: Path) -> None:
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
+    given = ("recipe=tiny", "trainer.devices=auto", "callbacks.recorder.dies=1")
+    finished = run_python(project, *launch, *_TRAIN, *given)
+    assert finished.code == 0, finished.output
+    job = _only(project / "logs/tiny/runs")
+    assert f"it goes on from step 3, from {job}/checkpoints/" in finished.output
+    assert [(rank["world"], rank["step"]) for rank in records(job)] == [(2, 4)] * 2
+    assert _files(job) == {*_WRITTEN_ONCE, "rank0.json", "rank1.json", "died"}
+
+
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [

@@ -24,7 +24,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_3d.batches.logs import log_options, reduction_name
+from lightning_3d.checkpoint.agreement import gather
 from lightning_3d.errors import BatchError
+from lightning_3d.faults.report import grouped
 from lightning_3d.graph.calls import shadow
 from lightning_3d.graph.quiet import quiet
 from lightning_3d.log import get_logger
@@ -109,7 +111,13 @@ class LoaderEnds:
         shortest, longest = self._extremes(length)
         if shortest == longest:
             return loader
-        self._report(f"training loaders have {shortest} to {longest} batches on the data ranks.")
+        told = ", ".join(
+            f"{count} on {ranks}"
+            for count, ranks in grouped(
+                {rank: str(each) for rank, each in enumerate(gather(self._collectives.data, length))}
+            )
+        )
+        self._report(f"training loaders have {shortest} to {longest} batches on the data ranks: {told}.")
         return _ShortLoader(loader, shortest)
 
     def _report(self, fact: str) -> None:

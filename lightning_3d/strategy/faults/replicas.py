@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_flatten
 from lightning_3d.batches.loaders import LoaderInPlace
 from lightning_3d.checkpoint.agreement import gather
 from lightning_3d.errors import BatchError, CheckpointError, ModuleError
+from lightning_3d.faults.report import grouped
 
 # Batches after which it is known whether a loader draws in this process; the first one may have been taken before.
 _LOOKED_AT = 2
@@ -125,6 +127,36 @@ class ReplicaCheck:
                 "seeded generators",
             )
 
+    def lengths(self, loader: object, stage: str) -> None:
+        """Compares how many batches the loaders of a stage have. A collective.
+
+        Raises:
+            BatchError: Names the ranks and their lengths.
+        """
+        self._compare(
+            "batches",
+            str(sized_len(loader)),
+            f"the {stage} loader has",
+            fix="make the same dataset on all of them; the strategy gives samples to data ranks",
+        )
+
+    def shapes(self, batch: Any) -> None:
+        """Compares the structure and the shapes of first batches. A collective.
+
+        Raises:
+            BatchError: Names the ranks and what they have.
+        """
+        shown = ", ".join(map(_shape, tree_flatten(batch)[0]))
+        self._compare("", shown, "the first batch is", fix="shard samplers by strategy.data_rank, not by the rank")
+
+    def _compare(self, unit: str, value: str, has: str, *, fix: str) -> None:
+        if self._group.size() == 1:
+            return
+        found = dict(zip(self._ranks, gather(self._group, value), strict=True))
+        if len(set(found.values())) > 1:
+            told = ", ".join(f"{each} {unit}".strip() + f" on {ranks}" for each, ranks in grouped(found))
+            raise BatchError(f"ranks that compute one sample together differ: {has} {told}.", fix=fix)
+
     def tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Compares what every rank should hold alike: replicated parameters and buffers. A collective.
 
@@ -180,6 +212,10 @@ def batch_digest(batch: Any) -> bytes:
     for leaf in leaves:
         digest.update(_tensor_digest(leaf) if isinstance(leaf, Tensor) else _plain(leaf).encode())
     return digest.digest()
+
+
+def _shape(leaf: Any) -> str:
+    return f"{tuple(leaf.shape)} of {leaf.dtype}" if isinstance(leaf, Tensor) else type(leaf).__name__
 
 
 def _plain(leaf: Any) -> str:

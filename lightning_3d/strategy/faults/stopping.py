@@ -13,8 +13,9 @@ from lightning_3d.checkpoint.agreement import gather
 _DECIDED = "decided"
 _NOBODY = "nobody"
 _PAUSE_SECONDS = 0.02
-# Ranks that fail at the same place are this close to each other, and the others learn of a failure this late.
-_SECONDS_TO_STOP = 3.0
+# Ranks that fail at the same place are this close to each other. Those that have not failed are ended a moment later
+# (faults.watch); before that, collectives that break tell them what has happened.
+_SECONDS_TO_STOP = 2.0
 
 
 class CommonStop:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +11,8 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 
 from lightning_3d.checkpoint.agreement import gather
-from lightning_3d.errors import Lightning3DError, PlanError
+from lightning_3d.errors import Lightning3DError, ModuleError, PlanError
+from lightning_3d.faults.report import grouped
 from lightning_3d.initial.replay import InitTape
 from lightning_3d.parallel.tensor.plan import TensorPlan
 from lightning_3d.parallel.tensor.proof.prove import startup_proof
@@ -17,6 +20,8 @@ from lightning_3d.parallel.tensor.proof.ranks import StepCall
 from lightning_3d.parallel.tensor.proof.result import Proof, Skipped
 from lightning_3d.plan import Plan
 from lightning_3d.strategy.setup.first_step import FirstStep
+
+_SAME_CODE = "run the same code on all ranks, and take the same branches for the first batch"
 
 
 def agreed_plan(plan: Plan, group: dist.ProcessGroup) -> Plan:
@@ -27,9 +32,15 @@ def agreed_plan(plan: Plan, group: dist.ProcessGroup) -> Plan:
         group: All ranks of the mesh.
 
     Raises:
-        PlanError: On every rank: names the first parameter that some rank would hold in another way.
+        ModuleError: On every rank: the ranks have built different modules.
+        PlanError: On every rank: names the first parameter that some rank would hold in another way, or the stage that
+            would be another one.
     """
-    if plan.tensor is None or group.size() == 1:
+    if group.size() == 1:
+        return plan
+    _check_same_parameters(plan, group)
+    _check_same_stages(plan, group)
+    if plan.tensor is None:
         return plan
     plans: list[TensorPlan] = gather(group, plan.tensor)
     first = plans[0]
@@ -39,10 +50,52 @@ def agreed_plan(plan: Plan, group: dist.ProcessGroup) -> Plan:
                 raise PlanError(
                     f"ranks 0 and {rank} plan '{mine.name}' in different ways: {mine.style}, {mine.layout}, and "
                     f"{theirs.style}, {theirs.layout}.",
-                    fix="run the same code on all ranks, and take the same branches for the first batch; or say how: "
-                    f"tensor_plan={{{mine.name!r}: {mine.style!r}}}",
+                    fix=f"{_SAME_CODE}; or say how: tensor_plan={{{mine.name!r}: {mine.style!r}}}",
                 )
     return replace(plan, tensor=first)
+
+
+def _check_same_parameters(plan: Plan, group: dist.ProcessGroup) -> None:
+    shown = {row.names[0]: f"{row.shape} {row.dtype}" for row in plan.parameters.rows}
+    shown |= {name: f"tied to {row.names[0]}" for row in plan.parameters.rows for name in row.names[1:]}
+    found = first_difference(shown, group)
+    if found is not None:
+        raise ModuleError(
+            f"the ranks have built different modules: '{found[0]}' is {found[1]}.",
+            fix="build the same module on all ranks; what depends on the rank belongs into its data",
+        )
+
+
+def _check_same_stages(plan: Plan, group: dist.ProcessGroup) -> None:
+    shown: dict[str, str] = {}
+    if plan.pipeline is not None:
+        blocks = plan.pipeline.blocks
+        shown = {f"stage {each.index}": ", ".join(blocks[each.first : each.end]) for each in plan.pipeline.stages}
+        shown |= {name: f"on stages {stages}" for name, stages in plan.pipeline.holders.items()}
+    found = first_difference(shown, group)
+    if found is not None:
+        raise PlanError(
+            f"the ranks plan the pipeline in different ways: {found[0]} is {found[1]}.",
+            fix=f"{_SAME_CODE}; or say how: layers_per_stage=[...]",
+        )
+
+
+def first_difference(shown: Mapping[str, str], group: dist.ProcessGroup) -> tuple[str, str] | None:
+    """Returns the first name that does not stand for the same on all ranks, and what it stands for. A collective.
+
+    Args:
+        shown: What this rank has.
+        group: All ranks.
+    """
+    digest = hashlib.blake2b(repr(sorted(shown.items())).encode(), digest_size=16).digest()
+    if len(set(gather(group, digest))) == 1:
+        return None
+    everyone = gather(group, dict(shown))
+    for name in dict.fromkeys(name for each in everyone for name in each):
+        values = {rank: each.get(name, "not there") for rank, each in enumerate(everyone)}
+        if len(set(values.values())) > 1:
+            return name, ", ".join(f"{value} on {ranks}" for value, ranks in grouped(values))
+    raise AssertionError("what differs in a digest differs in a name")
 
 
 def agreed_proof(

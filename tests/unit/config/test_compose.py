@@ -8,7 +8,7 @@ from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from lightning_3d.config.compose import compose_run, packaged_recipes, readable_errors
+from lightning_3d.config.compose import compose_run, packaged_recipes, readable_errors, with_overrides
 from lightning_3d.errors import ConfigError
 
 
@@ -82,3 +82,18 @@ def test_what_a_users_class_says_is_told_with_its_key(target: str, given: dict[s
         instantiate(cfg.data)
     assert caught.value.fact.startswith("data cannot be made: ")
     assert told in caught.value.fact
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], ["x=1"]),
+        (["--cfg", "job"], ["--cfg", "job", "x=1"]),
+        (["--config-dir", "conf", "a=b", "c=d"], ["--config-dir", "conf", "x=1", "a=b", "c=d"]),
+        (["a=b", "-m", "--config-dir", "conf"], ["x=1", "a=b", "-m", "--config-dir", "conf"]),
+        (["-m", "recipe=tiny"], ["-m", "x=1", "recipe=tiny"]),
+    ],
+)
+def test_overrides_stay_in_one_place(given: list[str], expected: list[str]) -> None:
+    assert with_overrides(given, ["x=1"]) == expected
+    assert with_overrides(given, []) == given

@@ -95,6 +95,10 @@ def test_last_is_the_newest_checkpoint_of_the_task(tmp_path: Path, monkeypatch: 
         checkpoint.mkdir(parents=True)
         os.utime(checkpoint, (1000 - age, 1000 - age if "newest" not in run else 2000))
     assert prepare(_composed("ckpt_path=last")).ckpt_path == str(tmp_path / "logs/train/runs/new/checkpoints/last.ckpt")
+    # A signal came after that.
+    asked = tmp_path / "logs/train/runs/old/checkpoints/sigterm-step=7.ckpt"
+    asked.mkdir()
+    assert prepare(_composed("ckpt_path=last")).ckpt_path == str(asked)
 
 
 def test_a_checkpoint_is_found_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
