@@ -40,6 +40,9 @@ class Verb:
 VERBS: Final = MappingProxyType(
     {
         "train": Verb(function="lightning_3d.train:run", summary="train, then test the best checkpoint"),
+        "plan": Verb(
+            function="lightning_3d.planner.command:run", summary="which mesh, why, how much memory and time: estimates"
+        ),
         "doctor": Verb(function="lightning_3d.doctor:run", summary="look at the environment; findings and fixes"),
     }
 )

@@ -150,22 +150,17 @@ def _huber(value: float) -> float:
     return size * size / (2 * _TOLERANCE) if size < _TOLERANCE else size - _TOLERANCE / 2
 
 
-def fittable(rows: Sequence[Row | Layer]) -> list[Row | Layer]:
-    """Returns the rows that constants are fitted on: those that computed in 16 bit."""
-    return [row for row in rows if not row.software.float8]
-
-
 def main(arguments: Sequence[str]) -> None:
     """Prints what is asked for."""
     rows, values = tables.timed(), in_use()
     if "--fit" in arguments:
-        values = fit(fittable(rows), values, 150)
+        values = fit(rows, values, 150)
         print("\n".join(f"{name} = {value:.4g}" for name, value in zip(NAMES, values, strict=True)))
     print(report(rows, values))
     print(memory_report())
     if "--leave" in arguments:
         for name in dict.fromkeys(row.table for row in rows):
-            kept = [row for row in fittable(rows) if row.table != name]
+            kept = [row for row in rows if row.table != name]
             print(report([row for row in rows if row.table == name], fit(kept, values, 40)).splitlines()[1])
 
 
