@@ -123,8 +123,7 @@ def run(arguments: Sequence[str], *, trace: Trace | None = None) -> int:
         Lightning3DError: The configuration is impossible.
     """
     words = list(arguments)
-    as_json = _JSON in words
-    words = [word for word in words if word != _JSON]
+    words = ["json=true" if word == _JSON else word for word in words]
     directory = None
     if _CONFIG_DIR in words:
         at = words.index(_CONFIG_DIR)
@@ -132,7 +131,7 @@ def run(arguments: Sequence[str], *, trace: Trace | None = None) -> int:
         del words[at : at + 2]
     cfg = compose_run(words, config_name="plan", config_dir=directory)
     answer = plan(cfg, trace=trace)
-    print(json.dumps(answer.as_dict(), indent=2) if as_json else answer)
+    print(json.dumps(answer.as_dict(), indent=2) if cfg.json else answer)
     shown = answer.found.best if answer.found else ()
     if answer.request.picture:
         given = (answer.look.given,) if answer.look else ()

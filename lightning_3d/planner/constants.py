@@ -32,17 +32,17 @@ class Constants:
         needed_constant: Bytes that it needs in any case: the driver's context, buffers of collectives.
     """
 
-    half_width: float = 108.0
-    half_rows: float = 161.0
-    memory_passes: float = 2.82
-    attention_slowdown: float = 2.74
-    odd_heads: float = 25.1
+    half_width: float = 113.0
+    half_rows: float = 167.0
+    memory_passes: float = 2.84
+    attention_slowdown: float = 2.69
+    odd_heads: float = 25.3
     inner_share: float = 0.77
-    outer_share: float = 0.559
-    members_power: float = 0.84
-    exposed: float = 0.285
-    block_seconds: float = 58.0e-6
-    step_seconds: float = 32.5e-3
+    outer_share: float = 0.69
+    members_power: float = 0.789
+    exposed: float = 0.278
+    block_seconds: float = 57.3e-6
+    step_seconds: float = 30.5e-3
     collective_seconds: float = 15e-6
     float8_speed: float = 2.0
     optimizer_bytes: float = 30.0

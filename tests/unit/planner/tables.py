@@ -22,8 +22,8 @@ MEGATRON_ORDER = "pipeline,data,tensor"
 A100 = load_cluster("a100_x8")
 A100_40GB = replace(A100, name="a100_40gb_x8", memory=40e9, memory_bandwidth=1.555e12)
 # Nodes of 8 with four ports of 100 Gb/s: Jean Zay, in bigscience's chronicles. The bandwidth is fitted: a
-# quarter of what the ports have.
-JEAN_ZAY = replace(A100, name="jean_zay", levels=(A100.levels[0], replace(A100.levels[1], bandwidth=1.67e9)))
+# fifth of what the ports have.
+JEAN_ZAY = replace(A100, name="jean_zay", levels=(A100.levels[0], replace(A100.levels[1], bandwidth=1.33e9)))
 H100 = load_cluster("h100_x8")
 # The H100 with HBM2e of torchtitan's report.
 H100_94GB = replace(H100, name="h100_94gb_x8", memory=94e9, memory_bandwidth=2.4e12)
