@@ -16,7 +16,7 @@ from lightning_3d.parallel.pipeline.schedule.simulate import StageTimes, simulat
 
 # Beyond this many rounds of the ranks the wait does not grow any more.
 _ROUNDS = 3
-_GRAIN = 16
+_GRAIN = 48
 
 
 def checked_schedule(schedule: str, stages_per_rank: int) -> str:
@@ -75,7 +75,9 @@ def idle_time(
     whole = (ranks - 1) * (forward + backward_input + backward_weight)
     if schedule not in SPLIT_SCHEDULES and (schedule in ONE_STAGE_SCHEDULES or microbatches >= ranks):
         return whole
-    played = min(microbatches, _ROUNDS * ranks + microbatches % ranks)
+    # Unequal rounds of interleaved schedules depend on the whole number; the others do not beyond some rounds.
+    uneven = schedule not in V_SCHEDULES and microbatches % ranks
+    played = microbatches if uneven else min(microbatches, _ROUNDS * ranks + microbatches % ranks)
     unit = forward + backward_input + backward_weight
     shares = (round(part / unit * _GRAIN) / _GRAIN if unit else 0.0 for part in (forward, backward_input))
     return unit * _played(schedule, ranks, played, stages_per_rank, *shares)

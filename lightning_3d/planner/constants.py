@@ -32,22 +32,22 @@ class Constants:
         needed_constant: Bytes that it needs in any case: the driver's context, buffers of collectives.
     """
 
-    half_width: float = 126.0
-    half_rows: float = 168.0
-    memory_passes: float = 3.13
-    attention_slowdown: float = 2.71
-    odd_heads: float = 24.9
+    half_width: float = 113.0
+    half_rows: float = 167.0
+    memory_passes: float = 2.84
+    attention_slowdown: float = 2.69
+    odd_heads: float = 25.3
     inner_share: float = 0.77
-    outer_share: float = 0.583
-    members_power: float = 0.824
-    exposed: float = 0.284
-    block_seconds: float = 58.5e-6
-    step_seconds: float = 25.7e-3
+    outer_share: float = 0.69
+    members_power: float = 0.789
+    exposed: float = 0.278
+    block_seconds: float = 57.3e-6
+    step_seconds: float = 30.5e-3
     collective_seconds: float = 15e-6
     float8_speed: float = 2.0
     optimizer_bytes: float = 30.0
-    needed_share: float = 1.13
-    needed_constant: float = 3.8e9
+    needed_share: float = 1.07
+    needed_constant: float = 6.0e9
 
 
 FITTED = Constants()

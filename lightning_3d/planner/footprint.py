@@ -24,9 +24,12 @@ def footprint(shared: Shared, case: Case) -> tuple[MemoryParts, int, float]:
     found = []
     for kind in shared.layout(case).kinds:
         # Of equal ranks the first or the last has most in flight, by schedule.
-        most = max((kind.first, kind.last), key=lambda rank: _waiting(case, rank))
-        found.append((_rank_memory(shared, case, kind, most), most))
-    (memory, flights), rank = max(found, key=lambda one: one[0][0].total)
+        waiting = [(_waiting(case, rank), rank) for rank in {kind.first, kind.last}]
+        count, rank = max(waiting)
+        flights = count / case.stages_per_rank
+        memory = _rank_memory(shared, case, kind, flights)
+        found.append((memory.total, rank, memory, flights))
+    _, rank, memory, flights = max(found, key=lambda one: one[0])
     return memory, rank, flights
 
 
@@ -40,7 +43,7 @@ def _waiting(case: Case, rank: int) -> int:
     )
 
 
-def _rank_memory(shared: Shared, case: Case, kind: Kind, rank: int) -> tuple[MemoryParts, float]:
+def _rank_memory(shared: Shared, case: Case, kind: Kind, flights: float) -> MemoryParts:
     mesh, recipe, tensor = case.mesh, shared.recipe, case.mesh.tensor_parallel_size
     plain, padded = shared.parameters(mesh, kind)
     shards, stage = mesh.shards, mesh.zero_stage
@@ -48,7 +51,6 @@ def _rank_memory(shared: Shared, case: Case, kind: Kind, rank: int) -> tuple[Mem
     padding = recipe.states(padded - plain, zero_stage=stage, shards=shards).total
     gathered, reducing = _units_at_work(shared, case, kind)
     samples, width = case.batch.micro_size, recipe.computed / 2
-    flights = _waiting(case, rank) / case.stages_per_rank
     kept = kind.sum(shared.kept_prefix(tensor, mesh.sequence_parallel, case.kind)) * flights
     again = _working(shared, case, kind.spans) * samples * width
     logits = 0.0
@@ -61,7 +63,7 @@ def _rank_memory(shared: Shared, case: Case, kind: Kind, rank: int) -> tuple[Mem
         ends = kind.has_first + kind.has_last
         received = 2 * case.stages_per_rank - ends
         buffers = case.microbatches * received * shared.state(case) * samples
-    memory = MemoryParts(
+    return MemoryParts(
         parameters=states.parameters,
         gathered_parameters=gathered * recipe.computed,
         gradients=states.gradients + reducing * recipe.reduced,
@@ -72,7 +74,6 @@ def _rank_memory(shared: Shared, case: Case, kind: Kind, rank: int) -> tuple[Mem
         communication_buffers=buffers,
         padding=padding,
     )
-    return memory, flights
 
 
 def _units_at_work(shared: Shared, case: Case, kind: Kind) -> tuple[float, float]:

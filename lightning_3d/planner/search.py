@@ -33,6 +33,8 @@ class Space:
         stages_per_rank: Stages on a rank of schedules that take several.
         sequence_parallel: Whether the sequence is cut at tensor degrees above 1.
         largest_tensor: Highest tensor degree; None: the devices of a node.
+        tensor: The only tensor degree; None: all.
+        pipeline: The only pipeline degree; None: all.
     """
 
     global_size: int
@@ -43,6 +45,8 @@ class Space:
     stages_per_rank: tuple[int, ...] = (2, 4, 8)
     sequence_parallel: bool = True
     largest_tensor: int | None = None
+    tensor: int | None = None
+    pipeline: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +157,12 @@ def _choices(pricer: Pricer, devices: int, space: Space) -> Iterator[list[Case]]
     model = pricer.shared.model
     largest = space.largest_tensor or pricer.shared.cluster.devices_per_node
     for tensor in tensor_degrees(model, largest):
-        if devices % tensor:
+        if devices % tensor or space.tensor not in (None, tensor):
             continue
         sequence = space.sequence_parallel and tensor > 1 and model.last.rows % tensor == 0
         for pipeline in _divisors(devices // tensor):
             data = devices // tensor // pipeline
-            if pipeline > len(model.blocks) or space.global_size % data:
+            if pipeline > len(model.blocks) or space.global_size % data or space.pipeline not in (None, pipeline):
                 continue
             local = space.global_size // data
             for mesh in _meshes(pricer, space, data, pipeline, tensor, sequence):

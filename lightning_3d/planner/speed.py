@@ -7,6 +7,7 @@ them: bytes through the device's memory. Collectives: rings, by the slowest leve
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from lightning_3d.planner.cluster import Cluster
 from lightning_3d.planner.constants import A100_BALANCE, Constants
@@ -97,7 +98,8 @@ class Speed:
         forward = matmul + attention + moved + sums + launch
         again = 0.0
         if part.attention_flops and kind == "full":
-            again = forward
+            # Computing again ends before the block's last sum.
+            again = forward - (sums / part.sums if part.sums else 0.0)
         elif part.attention_flops and kind == "selective":
             again = attention + (moved if self.software.selective == "products" else self._scores(part, samples, size))
         backward = 2 * (matmul + attention) + _BACKWARD_MEMORY * moved + sums + launch + again
@@ -136,13 +138,34 @@ class Speed:
         sent = passes * (group.size - 1) / group.size * payload
         return sent / self.bandwidth(group) + passes * self._start(group)
 
-    def send(self, payload: float, stride: int, size: int) -> float:
-        """Returns the seconds of sending to the next rank of a pipeline; of its neighbours the slowest pair counts."""
-        level = self.cluster.levels[0]
-        if level.devices is not None and stride * size > level.devices and len(self.cluster.levels) > 1:
-            level = self.cluster.levels[1]
-        share = self.constants.inner_share if level is self.cluster.levels[0] else self.constants.outer_share
-        return payload / (level.bandwidth * share) + 2 * self.constants.collective_seconds
+    def send(self, payload: float, group: Group, *, in_a_circle: bool = False) -> float:
+        """Returns what sending to the next rank of a pipeline adds to a micro-batch, in one direction.
+
+        Rank r of p has p - r micro-batches on their way in 1F1B, and each of them passes all links behind r before its
+        backward comes back: so each costs a share of 1 / (p - r) of these links, at the rank where that is most.
+
+        Args:
+            payload: Bytes.
+            group: The pipeline axis.
+            in_a_circle: Several stages on each rank: the last rank sends to the first, and so many micro-batches are
+                on their way that each costs what a link takes on average.
+        """
+        inside = self.cluster.levels[0].devices
+        near, far = self._link(payload, 0), self._link(payload, min(1, len(self.cluster.levels) - 1))
+        ranks, stride = group.size, group.stride
+        if inside is None or stride * ranks <= inside:
+            crossing = [False] * (ranks - 1)
+        else:
+            nodes = [rank * stride // inside for rank in range(ranks)]
+            crossing = [one != other for one, other in pairwise(nodes)]
+        if in_a_circle:
+            links = [*crossing, any(crossing)]
+            return near + (far - near) * sum(links) / len(links)
+        most = behind = 0.0
+        for rank in reversed(range(ranks - 1)):
+            behind += far if crossing[rank] else near
+            most = max(most, behind / (ranks - rank))
+        return most
 
     def hidden(self, seconds: float, beside: float) -> float:
         """Returns what is left of communication that runs beside a computation.
@@ -155,6 +178,12 @@ class Speed:
             return seconds
         share = self.constants.exposed
         return max(share * seconds, seconds - (1 - share) * beside)
+
+    def _link(self, payload: float, index: int) -> float:
+        """Seconds of sending over one link of a level."""
+        constants, level = self.constants, self.cluster.levels[index]
+        share = constants.outer_share if index else constants.inner_share
+        return payload / (level.bandwidth * share) + 2 * constants.collective_seconds
 
     def _product_rate(self, width: float, rows: float) -> float:
         constants = self.constants

@@ -150,5 +150,6 @@ def _sends(shared: Shared, case: Case) -> float:
     state = shared.state(case) * case.batch.micro_size
     if shared.software.scatters_boundaries and not mesh.sequence_parallel:
         state /= mesh.tensor_parallel_size
-    once = shared.speed.send(state, mesh.stride("pipeline"), mesh.pipeline_parallel_size)
+    pipeline = Group(size=mesh.pipeline_parallel_size, stride=mesh.stride("pipeline"))
+    once = shared.speed.send(state, pipeline, in_a_circle=case.stages_per_rank > 1)
     return 2 * case.stages_per_rank * once

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from lightning_3d.planner.constants import FITTED
 from tests.unit.planner import tables
-from tests.unit.planner.tables import Row
+from tests.unit.planner.tables import Layer, Row
 
 # What is fitted; those with a dot belong to a cluster.
 NAMES = (
@@ -51,21 +51,21 @@ def in_use() -> tuple[float, ...]:
     return tuple(clusters.get(name, getattr(FITTED, name, 0.0)) for name in NAMES)
 
 
-def error(row: Row, values: Sequence[float]) -> float:
+def error(row: Row | Layer, values: Sequence[float]) -> float:
     """Returns predicted over measured time of a row, as a logarithm."""
     named = dict(zip(NAMES, values, strict=True))
     constants = replace(FITTED, **{name: value for name, value in named.items() if "." not in name})
     kind = "h100" if row.cluster.name.startswith("h100") else "a100"
-    if row.cluster.name == "jean_zay":
+    if row.cluster.name == "jean_zay" and isinstance(row, Row):
         outer = replace(row.cluster.levels[1], bandwidth=named["jean_zay.bandwidth"])
         row = replace(row, cluster=replace(row.cluster, levels=(row.cluster.levels[0], outer)))
     assert row.seconds is not None
-    return math.log(row.predict(constants, named[f"{kind}.matmul_efficiency"]).step_seconds / row.seconds)
+    return math.log(row.predict_seconds(constants, named[f"{kind}.matmul_efficiency"]) / row.seconds)
 
 
-def fit(rows: Sequence[Row], begin: Sequence[float], rounds: int) -> tuple[float, ...]:
+def fit(rows: Sequence[Row | Layer], begin: Sequence[float], rounds: int) -> tuple[float, ...]:
     """Returns constants that predict some rows."""
-    by_table: dict[str, list[Row]] = {}
+    by_table: dict[str, list[Row | Layer]] = {}
     for row in rows:
         by_table.setdefault(row.table, []).append(row)
 
@@ -114,13 +114,23 @@ def _along(
     return loss(point), point
 
 
-def report(rows: Sequence[Row], values: Sequence[float]) -> str:
+def report(rows: Sequence[Row | Layer], values: Sequence[float]) -> str:
     """Returns the table of errors."""
     found: dict[str, list[float]] = {}
     for row in rows:
         found.setdefault(row.table, []).append(math.exp(error(row, values)) - 1)
     head = f"{'table':<22} {'rows':>4} {'median':>7} {'p90':>7} {'signed':>7}"
     return "\n".join([head, *(_line(name, errors) for name, errors in found.items())])
+
+
+def memory_report() -> str:
+    """Returns the errors of the memory that a device needs, ``needed_share`` and ``needed_constant`` of it fitted.
+
+    They were taken from a grid: the least 9th decile of the errors among pairs that raise no false alarm.
+    """
+    pairs = [(row.predict().needed_bytes, row.memory) for row in tables.bloom() if row.memory is not None]
+    errors = [needed / memory - 1 for needed, memory in pairs if memory < math.inf]
+    return _line("BLOOM memory", errors)
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -140,21 +150,17 @@ def _huber(value: float) -> float:
     return size * size / (2 * _TOLERANCE) if size < _TOLERANCE else size - _TOLERANCE / 2
 
 
-def fittable(rows: Sequence[Row]) -> list[Row]:
-    """Returns the rows that constants are fitted on: those that computed in 16 bit."""
-    return [row for row in rows if not row.software.float8]
-
-
 def main(arguments: Sequence[str]) -> None:
     """Prints what is asked for."""
     rows, values = tables.timed(), in_use()
     if "--fit" in arguments:
-        values = fit(fittable(rows), values, 150)
+        values = fit(rows, values, 150)
         print("\n".join(f"{name} = {value:.4g}" for name, value in zip(NAMES, values, strict=True)))
     print(report(rows, values))
+    print(memory_report())
     if "--leave" in arguments:
         for name in dict.fromkeys(row.table for row in rows):
-            kept = [row for row in fittable(rows) if row.table != name]
+            kept = [row for row in rows if row.table != name]
             print(report([row for row in rows if row.table == name], fit(kept, values, 40)).splitlines()[1])
 
 

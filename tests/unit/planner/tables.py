@@ -12,6 +12,8 @@ from lightning_3d.planner.constants import FITTED, Constants
 from lightning_3d.planner.decoder import decoder_model
 from lightning_3d.planner.prediction import Prediction
 from lightning_3d.planner.pricing import Pricer
+from lightning_3d.planner.recipes import byte_recipe
+from lightning_3d.planner.speed import Group, Speed
 
 PUBLISHED = Path(__file__).parent / "published"
 # Data ranks inside a node, stages across: the order of Megatron-LM and Megatron-DeepSpeed.
@@ -20,8 +22,8 @@ MEGATRON_ORDER = "pipeline,data,tensor"
 A100 = load_cluster("a100_x8")
 A100_40GB = replace(A100, name="a100_40gb_x8", memory=40e9, memory_bandwidth=1.555e12)
 # Nodes of 8 with four ports of 100 Gb/s: Jean Zay, in bigscience's chronicles. The bandwidth is fitted: a
-# quarter of what the ports have.
-JEAN_ZAY = replace(A100, name="jean_zay", levels=(A100.levels[0], replace(A100.levels[1], bandwidth=1.64e9)))
+# fifth of what the ports have.
+JEAN_ZAY = replace(A100, name="jean_zay", levels=(A100.levels[0], replace(A100.levels[1], bandwidth=1.33e9)))
 H100 = load_cluster("h100_x8")
 # The H100 with HBM2e of torchtitan's report.
 H100_94GB = replace(H100, name="h100_94gb_x8", memory=94e9, memory_bandwidth=2.4e12)
@@ -67,6 +69,10 @@ class Row:
         cluster = self.cluster if efficiency is None else replace(self.cluster, matmul_efficiency=efficiency)
         pricer = Pricer(decoder_model(self.shape), cluster, self.recipe, software=self.software, constants=constants)
         return pricer.predict(Case.checked(self.mesh, self.batch, "1f1b", self.kind))
+
+    def predict_seconds(self, constants: Constants = FITTED, efficiency: float | None = None) -> float:
+        """Returns the predicted time of a step."""
+        return self.predict(constants, efficiency).step_seconds
 
 
 def lines(name: str) -> list[dict[str, str]]:
@@ -125,6 +131,62 @@ def korthikanti() -> Iterator[Row]:
                 kind=kind,
                 seconds=float(line[column]),
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One published time of a single block, forward and backward.
+
+    Attributes:
+        table: Name of its table.
+        label: What tells it apart.
+        shape: The model.
+        samples: Of a micro-batch.
+        tensor: Tensor degree.
+        sequence_parallel: The sequence is cut.
+        kind: Of activation checkpointing.
+        seconds: Measured.
+    """
+
+    table: str
+    label: str
+    shape: DecoderShape
+    samples: int
+    tensor: int
+    sequence_parallel: bool
+    kind: str
+    seconds: float
+    cluster: Cluster = A100
+    software: Software = MEGATRON
+
+    def predict_seconds(self, constants: Constants = FITTED, efficiency: float | None = None) -> float:
+        """Returns the prediction; ``efficiency`` takes the place of the cluster's."""
+        cluster = self.cluster if efficiency is None else replace(self.cluster, matmul_efficiency=efficiency)
+        recipe = byte_recipe("megatron")
+        times = Speed(cluster=cluster, recipe=recipe, software=self.software, constants=constants).part(
+            decoder_model(self.shape).blocks[0],
+            samples=self.samples,
+            tensor=Group(size=self.tensor, stride=1),
+            sequence_parallel=self.sequence_parallel,
+            kind=self.kind,
+        )
+        return times.forward + times.backward
+
+
+def korthikanti_layers() -> Iterator[Layer]:
+    """Korthikanti et al. 2022, table 4: a block of the 22B model on 8 tensor ranks, 4 samples."""
+    for line in lines("activation_recompute_table4_layer_ms"):
+        name = line["experiment"]
+        yield Layer(
+            table="Korthikanti table 4",
+            label=name,
+            shape=gpt(48, 6144, 64),
+            samples=4,
+            tensor=8,
+            sequence_parallel="sequence" in name,
+            kind="full" if name.startswith("full") else "selective" if name.startswith("selective") else "none",
+            seconds=float(line["total_ms"]) / 1e3,
+        )
 
 
 _MPT = {
@@ -293,7 +355,7 @@ def _layers_by_time(line: dict[str, str]) -> int:
     return round(operations / (96 * int(line["gbs"]) * 2048 * int(line["hidden"]) ** 2))
 
 
-def timed() -> list[Row]:
+def timed() -> list[Row | Layer]:
     """Returns every row with a time."""
-    every = (*sc21(), *korthikanti(), *mpt(), *torchtitan(), *llama3(), *bloom())
+    every = (*sc21(), *korthikanti(), *korthikanti_layers(), *mpt(), *torchtitan(), *llama3(), *bloom())
     return [row for row in every if row.seconds is not None]
