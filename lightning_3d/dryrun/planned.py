@@ -85,8 +85,8 @@ def enough_microbatches(config: StrategyConfig, count: int) -> int:
     """Returns of how many equal micro-batches a step has to be made to see all that a step of more has.
 
     Without a pipeline: a first, one in the middle, a last. One forward one backward repeats itself once as many wait
-    for their backward as there are stages. The other schedules take their micro-batches in rounds of one for each
-    rank, of which the third repeats the second. Where all forwards come first, each one counts.
+    for their backward as there are stages. In the other schedules each micro-batch counts: all forwards come first, or
+    what was sent is held until the step ends.
 
     Args:
         config: The strategy's options.
@@ -95,9 +95,7 @@ def enough_microbatches(config: StrategyConfig, count: int) -> int:
     ranks = config.pipeline_parallel_size
     if ranks == 1:
         return min(count, 3)
-    if config.pipeline_schedule in ("gpipe", "loopedbfs"):
-        return count
-    return min(count, ranks + 2 if config.pipeline_schedule == "1f1b" else 3 * ranks)
+    return min(count, ranks + 2) if config.pipeline_schedule == "1f1b" else count
 
 
 def _as_it_computes(training: Training, plan: Plan, module: LightningModule) -> LightningModule:
