@@ -12,7 +12,13 @@ from lightning_3d.dryrun.training import Training
 from lightning_3d.mesh.spec import Coordinate, MeshSpec
 
 
-def dry_run(training: Training, coordinates: Sequence[Coordinate] | None = None, *, samples: int = 0) -> DryRunReport:
+def dry_run(
+    training: Training,
+    coordinates: Sequence[Coordinate] | None = None,
+    *,
+    samples: int = 0,
+    all_microbatches: bool = False,
+) -> DryRunReport:
     """Runs an optimizer step of some ranks of a training, without memory and without other ranks.
 
     The plan is the one that training makes, and it is applied by the same code, on torch's fake process group, in which
@@ -23,13 +29,15 @@ def dry_run(training: Training, coordinates: Sequence[Coordinate] | None = None,
         training: The training.
         coordinates: Which ranks; None for one rank of each stage that differs, from `representatives`.
         samples: At how many moments of the step to look at what is alive, for a picture.
+        all_microbatches: Play those too that do what others have done; else the collectives of a middle one count for
+            them.
 
     Raises:
         MeshError: The process is a rank of a real world, or a coordinate lies outside of the mesh.
         Lightning3DError: What the strategy would refuse.
     """
     begin = time.perf_counter()
-    found = planned(training)
+    found = planned(training, all_microbatches=all_microbatches)
     chosen = representatives(training.mesh) if coordinates is None else coordinates
     return DryRunReport(
         plan=found.plan,

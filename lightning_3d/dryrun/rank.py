@@ -26,9 +26,12 @@ from lightning_3d.counters import (
     categorise,
     measure_peak,
 )
+from lightning_3d.dryrun.buffers import missing_buffers, with_buffers
 from lightning_3d.dryrun.memory import FakeMemory
 from lightning_3d.dryrun.planned import Planned
+from lightning_3d.cost import TrafficRow
 from lightning_3d.dryrun.report import Padding, RankReport, Sample
+from lightning_3d.dryrun.sent import SentByMicrobatch
 from lightning_3d.dryrun.steps import RankSteps, give_state, optimizers_on_rank
 from lightning_3d.dryrun.world import fake_world
 from lightning_3d.graph.fake_parameters import replace_by_fakes
@@ -63,7 +66,16 @@ def run_rank(planned: Planned, at: Coordinate, *, samples: int = 0) -> RankRepor
             found = _Played.begin(planned, module, mesh, world).measured(samples)
     pipeline = planned.plan.pipeline
     stages = () if pipeline is None else tuple(stage.index for stage in pipeline.stages_of(at.pipeline))
-    return replace(found, rank=rank, at=at, stages=stages, seconds=time.perf_counter() - begin)
+    buffers = missing_buffers(planned, at.pipeline)
+    return replace(
+        found,
+        rank=rank,
+        at=at,
+        stages=stages,
+        peak=with_buffers(found.peak, buffers),
+        between_steps=found.between_steps + buffers,
+        seconds=time.perf_counter() - begin,
+    )
 
 
 def stand_in_plan(plan: Plan) -> Plan:
@@ -83,6 +95,7 @@ class _Played:
     engine: MeshEngine
     optimizers: list[Optimizer]
     live: LiveBytes
+    sent: SentByMicrobatch
     steps: RankSteps
     events: list[Event]
 
@@ -94,14 +107,14 @@ class _Played:
         watch_calls(module, plan, engine, None, activation_checkpointing=training.config.activation_checkpointing)
         optimizers = optimizers_on_rank(module)
         give_state(optimizers)
-        live = LiveBytes()
+        live, sent = LiveBytes(), SentByMicrobatch(mesh, planned)
         steps = RankSteps(
             planned,
             module,
             engine,
             optimizers,
             world=world,
-            phase=partial(_collected, live),
+            phase=partial(_computing, live, sent),
             keeps_gradients=planned.plan.data.engine == "ddp",
         )
         return cls(
@@ -111,13 +124,14 @@ class _Played:
             engine=engine,
             optimizers=optimizers,
             live=live,
+            sent=sent,
             steps=steps,
             events=[],
         )
 
     def measured(self, samples: int) -> RankReport:
         """Takes the step twice: first to find how high its peak is, then to see what is alive there."""
-        counter, sampler = CollectiveCounter(self.mesh), _Sampler(self, samples)
+        counter, sampler = self.sent.counter, _Sampler(self, samples)
         if self.engine.stages is not None:
             self.engine.stages.engine.watch(self._computing)
         runs = 0
@@ -126,6 +140,7 @@ class _Played:
             nonlocal runs
             runs += 1
             self.events.clear()
+            self.sent.begin()
             sampler.begin()
             # The first one also makes what later ones have already.
             with counter if runs > 1 else nullcontext():
@@ -141,7 +156,7 @@ class _Played:
             at=Coordinate(),
             between_steps=between,
             peak=peak,
-            traffic=self._traffic(counter.table),
+            traffic=self._traffic(),
             padding=_padding(self.roots),
             in_flight=self._in_flight(),
             samples=tuple(sampler.samples),
@@ -161,37 +176,31 @@ class _Played:
     def _computing(self, action: Action) -> Iterator[None]:
         now = float(len(self.events))
         name = f"{_PHASES[action.kind]} of micro-batch {action.microbatch} on stage {action.stage}"
-        with _collected(self.live, name):
+        with _computing(self.live, self.sent, name, action.microbatch):
             yield
         self.events.append(Event(0, action, now, now + 1))
 
     def _in_flight(self) -> int:
         return int(Timeline(1, tuple(self.events)).in_flight(0)) if self.events else 1
 
-    def _traffic(self, counted: CollectiveTable) -> CollectiveTable:
-        plan = self.planned.plan
+    def _traffic(self) -> CollectiveTable:
+        plan, counted = self.planned.plan, self.sent.of_all()
         if plan.data.engine != "ddp":
             return counted
         sizes = data_sizes(plan.parameters, plan.data, plan.mesh, policy=self.planned.training.dtypes.fsdp_policy())
         priced = data_traffic(plan.data, sizes, microbatches=len(self.planned.parts))
-        rows = tuple(
-            CollectiveRow(
-                operation=row.operation,
-                axis=row.axis,
-                group_size=row.group_size,
-                calls=row.calls,
-                payload=row.payload,
-                wire=row.wire,
-            )
-            for row in priced.rows
-        )
-        return CollectiveTable(rows=(*rows, *counted.rows))
+        return CollectiveTable(rows=(*map(_as_counted, priced.rows), *counted.rows))
+
+
+def _as_counted(row: TrafficRow) -> CollectiveRow:
+    names = ("operation", "axis", "group_size", "calls", "payload", "wire")
+    return CollectiveRow(**{name: getattr(row, name) for name in names})
 
 
 @contextmanager
-def _collected(live: LiveBytes, name: str) -> Iterator[None]:
+def _computing(live: LiveBytes, sent: SentByMicrobatch, name: str, microbatch: int | None) -> Iterator[None]:
     """Context of a part of a step, after which nothing lives on in cycles: when those go is up to Python."""
-    with live.phase(name):
+    with live.phase(name), sent.during(microbatch):
         yield
     gc.collect()
 

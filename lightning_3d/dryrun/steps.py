@@ -27,8 +27,8 @@ from lightning_3d.graph.stand_ins import without_metrics
 from lightning_3d.parallel.tensor.doors import whole
 from lightning_3d.plan import MeshEngine
 
-# Names a part of the step for as long as it runs.
-Phase: TypeAlias = Callable[[str], AbstractContextManager[None]]
+# Names a part of the step for as long as it runs, and the micro-batch that it is for.
+Phase: TypeAlias = Callable[[str, int | None], AbstractContextManager[None]]
 
 
 class RankSteps:
@@ -73,7 +73,7 @@ class RankSteps:
         with self._heard_by_nobody():
             for batch in range(accumulate):
                 self._batch(first=batch == 0, last=batch == accumulate - 1)
-        with self._phase("optimizer"):
+        with self._phase("optimizer", None):
             self._engine.gradients_complete()
             self._clip()
             for optimizer in self._optimizers:
@@ -88,21 +88,21 @@ class RankSteps:
             self._microbatch(0, last=last, between=partial(self._zero_if, first))
         else:
             self._zero_if(first)
-            for index in range(len(self._planned.parts)):
-                self._microbatch(index, last=last and index == len(self._planned.parts) - 1)
+            for index in range(self._planned.played):
+                self._microbatch(index, last=last and index == self._planned.played - 1)
         if last:
             self._engine.gradients_arrived()
 
     def _microbatch(self, index: int, *, last: bool, between: Callable[[], None] = lambda: None) -> None:
         self._engine.before_microbatch(last=last)
-        with self._phase(f"forward of micro-batch {index}"):
+        with self._phase(f"forward of micro-batch {index}", index):
             output = self._step(index)
         between()
-        with self._phase(f"backward of micro-batch {index}"), self._engine.backward():
+        with self._phase(f"backward of micro-batch {index}", index), self._engine.backward():
             self._loss(index, output).backward()  # type: ignore[no-untyped-call]
 
     def _scheduled(self, *, last: bool) -> None:
-        stages, kinds = self._engine.stages, self._planned.kinds
+        stages, kinds = self._engine.stages, self._planned.kinds[: self._planned.played]
         assert stages is not None, "there is a pipeline"
         self._engine.before_microbatch(last=last, backwards=len(kinds))
         self._engine.scheduled(partial(stages.engine.train, self._step, self._loss, kinds))

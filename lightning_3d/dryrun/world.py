@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.pipelining import schedules
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -37,7 +39,31 @@ def fake_world(size: int, rank: int) -> Iterator[dist.ProcessGroup]:
     try:
         world = dist.group.WORLD
         assert world is not None, "the group was just made"
-        yield world
+        with _sends_hold_tensors():
+            yield world
     finally:
         dist.destroy_process_group()
         _clear_sharding_prop_cache()
+
+
+class _Works(list[Any]):
+    """Sends that wait, with what they send: a real backend holds it until then."""
+
+    operations: Sequence[Any] = ()
+
+
+@contextmanager
+def _sends_hold_tensors() -> Iterator[None]:
+    begun: Any = schedules._batch_p2p
+
+    def hold(operations: list[Any], *args: Any, **options: Any) -> _Works:
+        works = _Works(begun(operations, *args, **options))
+        works.operations = operations
+        return works
+
+    module: Any = schedules
+    module._batch_p2p = hold
+    try:
+        yield
+    finally:
+        module._batch_p2p = begun
