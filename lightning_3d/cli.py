@@ -45,6 +45,7 @@ VERBS: Final = MappingProxyType(
         ),
         "dryrun": Verb(
             function="lightning_3d.dryrun:run", summary="any rank of any mesh, without devices: bytes, calls"
+        ),
         "plan": Verb(
             function="lightning_3d.planner.command:run", summary="which mesh, why, how much memory and time: estimates"
         ),
