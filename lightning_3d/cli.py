@@ -40,6 +40,9 @@ class Verb:
 VERBS: Final = MappingProxyType(
     {
         "train": Verb(function="lightning_3d.train:run", summary="train, then test the best checkpoint"),
+        "verify": Verb(
+            function="lightning_3d.verify:run", summary="train on one device and on the mesh; a certificate"
+        ),
         "doctor": Verb(function="lightning_3d.doctor:run", summary="look at the environment; findings and fixes"),
     }
 )
