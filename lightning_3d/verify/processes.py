@@ -29,6 +29,7 @@ _PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 2.0
 _STACK_SECONDS = 1.0
 _MOST_OUTPUT = 2000
+_MOST_CALLS = 16
 # Imported once, in the process that ranks are forked from; it never computes, so that a fork of it is whole.
 _PRELOAD = ("lightning_3d.verify.job", "torch.distributed.fsdp")
 # What launchers outside and seeds leave in the environment.
@@ -111,9 +112,9 @@ class _Rank:
 
     def __init__(self, context: Any, rank: int, seat: _Seat, task: tuple[Job, Any], directory: Path) -> None:
         self.rank = rank
-        self._output = directory / f"rank{rank}.txt"
+        self._output, self._stack = directory / f"rank{rank}.txt", directory / f"rank{rank}.stack"
         self.connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(rank, seat, task, theirs, str(self._output)))
+        self._process = context.Process(target=_serve, args=(rank, seat, task, theirs, self._output, self._stack))
         self._process.start()
         theirs.close()
 
@@ -127,18 +128,17 @@ class _Rank:
         return reply
 
     def stack(self) -> str:
-        """Returns where the process is, with what it printed before."""
-        before = len(self.output())
+        """Returns where the process is, the innermost call first."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGUSR1)
         deadline = time.monotonic() + _STACK_SECONDS
-        while time.monotonic() < deadline and len(self.output()) == before:
+        while time.monotonic() < deadline and not _text(self._stack):
             time.sleep(0.02)
-        return self.output()
+        return "\n".join(_text(self._stack).splitlines()[:_MOST_CALLS]) or "(no stack)"
 
     def output(self) -> str:
         """Returns the end of what the process printed."""
-        return self._output.read_text(errors="replace")[-_MOST_OUTPUT:] if self._output.exists() else ""
+        return _text(self._output)[-_MOST_OUTPUT:]
 
     def kill(self) -> None:
         """Ends the process and what it has started; returns when it is gone."""
@@ -147,6 +147,10 @@ class _Rank:
                 end(self._process.pid, signal.SIGKILL)
         self._process.join()
         self.connection.close()
+
+
+def _text(file: Path) -> str:
+    return file.read_text(errors="replace") if file.exists() else ""
 
 
 def _collect(ranks: Sequence[_Rank], seconds: float) -> list[Any]:
@@ -186,15 +190,15 @@ def _raise(failures: Sequence[tuple[int, _Reply]], world: int) -> None:
     raise RunError(f"rank {rank} of {world} failed:\n{reply.traceback.rstrip()}")
 
 
-def _serve(rank: int, seat: _Seat, task: tuple[Job, Any], connection: Connection, output: str) -> None:
+def _serve(rank: int, seat: _Seat, task: tuple[Job, Any], connection: Connection, output: Path, stack: Path) -> None:
     # A rank must not outlive the process that watches it, and a kill must reach what the rank has started.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setpgid(0, 0)
-    with open(output, "w", buffering=1) as file:
+    with output.open("w", buffering=1) as file, stack.open("w") as calls:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
-        faulthandler.register(signal.SIGUSR1, file=file)
+        faulthandler.register(signal.SIGUSR1, file=calls, all_threads=False)
         multiprocessing.set_start_method("fork", force=True)
         # The process that ranks are forked from has those of the time when it began.
         os.environ.clear()

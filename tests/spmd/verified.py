@@ -129,13 +129,18 @@ def tokens(samples: int = 32, batch: int = 4) -> DataLoader[tuple[Tensor, ...]]:
     return DataLoader(TensorDataset(ids), batch_size=batch)
 
 
-class HangingBlock(Block):
-    """Waits for ever where other ranks do not."""
+def hang(rank: int, hanging: int | None) -> int:
+    """A job in which one rank never ends."""
+    if rank == hanging:
+        time.sleep(600)
+    return os.getpid()
 
-    def forward(self, x: Tensor) -> Tensor:
-        if os.environ.get("RANK") == "1":
-            time.sleep(600)
-        return super().forward(x)
+
+def leave(rank: int, leaving: int) -> None:
+    """A job from which one rank disappears, and for which another would wait."""
+    if rank == leaving:
+        os._exit(7)
+    time.sleep(600)
 
 
 class RankBlock(Block):
@@ -143,10 +148,6 @@ class RankBlock(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * (1 + 1e-3 * int(os.environ["RANK"]))
-
-
-def hanging() -> Stacked:
-    return Stacked(HangingBlock)
 
 
 def of_rank() -> Stacked:
