@@ -49,6 +49,9 @@ VERBS: Final = MappingProxyType(
         "plan": Verb(
             function="lightning_3d.planner.command:run", summary="which mesh, why, how much memory and time: estimates"
         ),
+        "verify": Verb(
+            function="lightning_3d.verify:run", summary="train on one device and on the mesh; a certificate"
+        ),
         "doctor": Verb(function="lightning_3d.doctor:run", summary="look at the environment; findings and fixes"),
     }
 )

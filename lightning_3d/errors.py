@@ -71,6 +71,10 @@ class NonFiniteError(Lightning3DError, RuntimeError):
     """A loss or a gradient is infinite or not a number."""
 
 
+class RunError(Lightning3DError, RuntimeError):
+    """A run of the user's module in processes of its own failed, or took too long."""
+
+
 class CheckpointError(Lightning3DError, RuntimeError):
     """A checkpoint cannot be written, found, read or matched to the model."""
 

@@ -1,0 +1,139 @@
+"""The verb ``verify``: from a configuration to a certificate on the screen and in the run's directory."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_3d.config.batch import local_batch_size
+from lightning_3d.config.compose import run_hydra
+from lightning_3d.config.schema import StrategyConfig
+from lightning_3d.errors import ConfigError
+from lightning_3d.mesh.spec import MeshSpec
+
+_CONFIG = "verify"
+_MESH_STRATEGY = "lightning_3d.Mesh3DStrategy"
+# What a few steps take over from the trainer of the configuration.
+_TRAINER = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
+_LAUNCHED = ("TORCHELASTIC_RUN_ID", "SLURM_STEP_ID")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Verifies what a command line configures.
+
+    Args:
+        arguments: Hydra's flags and overrides, without the verb.
+
+    Returns:
+        0 if everything is equal, else 1.
+
+    Raises:
+        Lightning3DError: The configuration is impossible, or the mesh refuses the module.
+    """
+    launched = [name for name in _LAUNCHED if name in os.environ]
+    if launched:
+        raise ConfigError(
+            f"verify starts its processes itself, but a launcher has started this one: {', '.join(launched)} is set",
+            fix="lightning-3d verify ... on one machine, without torchrun or srun",
+        )
+    verdicts: list[bool] = []
+    with _importable_here():
+        run_hydra(lambda cfg: verdicts.append(_verified(cfg)), arguments, config_name=_CONFIG)
+    return int(not all(verdicts))
+
+
+def _verified(cfg: DictConfig) -> bool:
+    prepared = _prepare(cfg)
+    # A misspelt key should not wait for torch to be imported.
+    from lightning_3d.verify.runs import Request
+    from lightning_3d.verify.subject import ConfiguredSubject
+    from lightning_3d.verify.verifier import certify
+
+    options, mesh = prepared
+    seed = 0 if cfg.seed is None else int(cfg.seed)
+    parts = {name: OmegaConf.to_container(cfg[name], resolve=True) for name in ("model", "data")}
+    request = Request(
+        subject=ConfiguredSubject(parts, seed),
+        layers=cfg.layers,
+        options={**options, "data_parallel_size": mesh.data},
+        world=mesh.world,
+        steps=int(cfg.steps),
+        trainer={name: cfg.trainer[name] for name in _TRAINER if cfg.trainer.get(name) is not None},
+        seed=seed,
+        seconds=float(cfg.seconds),
+        preload=tuple(dict.fromkeys(_modules(parts))),
+    )
+    certificate = certify(request, str(cfg.precision))
+    print(certificate)
+    for path in certificate.write(Path(cfg.paths.output_dir)):
+        print(f"{'written':<16}{path}")
+    return certificate.equal
+
+
+def _prepare(cfg: DictConfig) -> tuple[dict[str, Any], MeshSpec]:
+    """Fills in what follows from the mesh, and returns the strategy's options and the mesh."""
+    if cfg.strategy.get("_target_") != _MESH_STRATEGY:
+        raise ConfigError(
+            f"verify compares a mesh with one device, but strategy._target_={cfg.strategy.get('_target_')}",
+            valid=_MESH_STRATEGY,
+            fix="strategy=3d",
+        )
+    values = OmegaConf.to_container(cfg.strategy, resolve=True)
+    assert isinstance(values, dict)
+    options = {str(name): value for name, value in values.items() if not str(name).startswith("_")}
+    config = StrategyConfig.from_mapping(options)
+    size = config.data_parallel_size
+    mesh = MeshSpec.resolve(
+        _devices(cfg, config),
+        data=size if isinstance(size, int) else "auto",
+        pipeline=config.pipeline_parallel_size,
+        tensor=config.tensor_parallel_size,
+        data_replicate=config.data_replicate_size,
+        rank_order=config.rank_order,
+    )
+    batch = cfg.get("batch")
+    if batch is not None and batch.get("global_size") is not None:
+        batch.local_size = local_batch_size(int(batch.global_size), mesh.data)
+    # Told by the certificate.
+    return {**options, "explain": False}, mesh
+
+
+def _devices(cfg: DictConfig, config: StrategyConfig) -> int:
+    """Processes of the mesh; where nothing says how many, those of the degrees, with two data ranks."""
+    devices = cfg.trainer.devices
+    if isinstance(devices, int) and not isinstance(devices, bool) and devices > 0:
+        return devices * int(cfg.trainer.num_nodes)
+    if devices in ("auto", -1, "-1"):
+        data = config.data_parallel_size
+        smallest = data if isinstance(data, int) else 2 * config.data_replicate_size
+        return smallest * config.pipeline_parallel_size * config.tensor_parallel_size
+    raise ConfigError(f"trainer.devices={devices} is no number of processes", valid="a number, or auto")
+
+
+def _modules(node: Any) -> Iterator[str]:
+    """The modules of all classes that a configuration names."""
+    if isinstance(node, dict):
+        if isinstance(node.get("_target_"), str):
+            yield node["_target_"].rpartition(".")[0]
+        for value in node.values():
+            yield from _modules(value)
+
+
+@contextmanager
+def _importable_here() -> Iterator[None]:
+    """Lets configurations name modules of the current directory, as ``python -m`` does."""
+    here = os.getcwd()
+    if here in sys.path or "" in sys.path:
+        yield
+        return
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
