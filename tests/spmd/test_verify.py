@@ -79,6 +79,15 @@ def test_a_block_with_hidden_state_is_found(strategy: dict[str, Any], axes: tupl
     assert "27 of 27 gradients differ: on the way back from the loss 'head.bias' first" in facts(found)
 
 
+def test_a_module_that_fails_on_a_mesh_alone_is_told_with_its_axis() -> None:
+    found = of(verified.failing, _DATA, steps=1)
+    assert not found.equal
+    assert found.place is not None
+    assert found.place.axes == ("data",)
+    assert "RuntimeError: not on this rank" in facts(found)
+    assert str(found).startswith("FAILED: Stacked runs on one device, but not on data 2 ")
+
+
 @pytest.mark.thorough
 def test_ranks_that_compute_something_else_are_found_on_the_tensor_axis() -> None:
     found = of(verified.of_rank, {"data_parallel_size": 1, "tensor_parallel_size": 2})
@@ -88,6 +97,7 @@ def test_ranks_that_compute_something_else_are_found_on_the_tensor_axis() -> Non
     assert any("tensor_plan={'blocks.0*': 'replicate'}: no help" in each for each in found.place.advice)
 
 
+@pytest.mark.thorough
 def test_a_step_that_narrows_gets_the_bounds_of_fp32() -> None:
     found = of(verified.narrow, _DATA, steps=1)
     assert found.equal, str(found)
