@@ -80,7 +80,8 @@ class Recorder(Callback):
         every = pl_module.named_parameters(remove_duplicate=False)
         self.record.parameters = [name for name, each in every if each.requires_grad]
         self.record.elements = sum(each.numel() for each in pl_module.parameters() if each.requires_grad)
-        self.record.plan = strategy.explain()
+        # Not what `explain` adds to it, such as how long its proof took.
+        self.record.plan = str(strategy._module_on_mesh.plan)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer

@@ -11,6 +11,8 @@ import pytest
 from lightning_3d.errors import ConfigError, ModuleError, RunError
 from lightning_3d.verify import Certificate, verify
 from lightning_3d.verify.processes import Crew
+from lightning_3d.verify.runs import AXES, Request, Runs
+from lightning_3d.verify.subject import GivenSubject
 from tests.marks import more
 from tests.spmd import verified
 from tests.spmd.programs import run_python
@@ -142,6 +144,17 @@ def test_a_rank_that_hangs_is_killed_and_shown(tmp_path: Path) -> None:
 def test_impossible_arguments_start_no_process(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         verify(verified.stacked, verified.tokens, **options)
+
+
+@pytest.mark.thorough
+def test_the_hash_of_a_plan_is_that_of_the_mesh() -> None:
+    subject = GivenSubject.of(verified.stacked, verified.tokens, 0)
+    options = {"data_parallel_size": 1, "tensor_parallel_size": 2}
+    fixed: dict[str, Any] = {"layers": None, "world": 2, "steps": 1, "trainer": {}, "seed": 0, "seconds": _SECONDS}
+    with Runs(Request(subject=subject, options=options, **fixed)) as runs:
+        first, second = (runs.on(AXES, "64-true").record for _ in range(2))
+        other = runs.on(AXES, "64-true", changes={"tensor_plan": {"blocks.0.*": "replicate"}}).record
+    assert first.plan_hash == second.plan_hash != other.plan_hash
 
 
 def test_objects_that_cannot_travel_are_refused() -> None:
