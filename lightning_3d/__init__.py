@@ -22,6 +22,7 @@ from lightning_3d.errors import (
 )
 
 if TYPE_CHECKING:
+    from lightning_3d import verify
     from lightning_3d.precision import Mesh3DPrecision
     from lightning_3d.strategy import Mesh3DStrategy
 
@@ -38,6 +39,7 @@ __all__ = [
     "ModuleError",
     "PlanError",
     "__version__",
+    "verify",
 ]
 
 # Names that need torch: imported at first use, so that a command line answers before torch is loaded.
@@ -56,6 +58,9 @@ def _is_own_command_line() -> bool:
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
+        if name == "verify":
+            # A package of its own, with the function of that name in it: lightning_3d.verify.verify(...).
+            return importlib.import_module("lightning_3d.verify")
         if name in _LAZY:
             return getattr(importlib.import_module(_LAZY[name]), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

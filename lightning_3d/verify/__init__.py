@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import importlib
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from lightning_3d.verify.command import run
@@ -19,7 +20,7 @@ __all__ = ["Certificate", "run", "verify"]
 
 if not TYPE_CHECKING:
     # They need torch, and a misspelt option should not wait for that.
-    _LAZY = {"Certificate": "certificate", "verify": "verifier"}
+    _LAZY = MappingProxyType({"Certificate": "certificate", "verify": "verifier"})
 
     def __getattr__(name: str) -> object:
         if name in _LAZY:

@@ -142,6 +142,8 @@ class Certificate:
             return f"EQUAL in all that was compared: {module} on {mesh} and on one device"
         if self.repeats:
             return f"NOT EQUAL: {module} is not deterministic on one device, so no mesh can be compared with it"
+        if self.place is not None and not self.checks:
+            return f"FAILED: {module} runs on one device, but not on {mesh}"
         if any(check.wrong for check in self.checks):
             return f"NOT EQUAL: {module} on {mesh} and on one device"
         return f"NOT SHOWN: too little of {module} could be compared on {mesh}"

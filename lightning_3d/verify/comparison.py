@@ -16,8 +16,9 @@ from lightning_3d.verify.record import Record
 _ZERO = 1e-6
 _SMALLEST = 1e-300
 KINDS = ("initial weights", "loss", "logged values", "gradients", "gradient norm", "parameters", "other state")
+EVERYWHERE = "on all ranks"
 # Without these nothing is shown.
-NEEDED = ("initial weights", "gradients", "gradient norm", "parameters")
+NEEDED = ("initial weights", "gradients", "gradient norm", "parameters", EVERYWHERE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,14 +118,14 @@ def compare(found: Record, expected: Record, bounds: Bounds, *, unlike_buffers: 
         unlike_buffers: Names of buffers that are not meant to be equal.
     """
     unlike = set(unlike_buffers)
-    trained = set(expected.parameters)
+    trained, own_norms = set(expected.parameters), norms(expected)
     update = max((_largest_change(expected, name) for name in trained), default=0.0)
     makers: dict[str, Callable[[], Iterator[Difference]]] = {
         "initial weights": lambda: _tensors(found.start, expected.start, lambda own: own),
         "loss": lambda: _series(found.losses, expected.losses, "loss"),
         "logged values": lambda: _logged(found.logged, expected.logged),
         "gradients": lambda: _gradients(found.gradients, expected.gradients),
-        "gradient norm": lambda: _series(norms(found), norms(expected), "norm"),
+        "gradient norm": lambda: _series(norms(found), own_norms, "norm"),
         "parameters": lambda: _tensors(
             _only(found.end, trained), _only(expected.end, trained), lambda own: _scale(own, update)
         ),
@@ -136,7 +137,7 @@ def compare(found: Record, expected: Record, bounds: Bounds, *, unlike_buffers: 
     for kind, make in makers.items():
         differences = tuple(make())
         reason = "" if differences else _REASONS[kind]
-        if kind == "gradients" and differences and not any(norms(expected)):
+        if kind == "gradients" and differences and not any(own_norms):
             differences, reason = (), "every gradient is zero on one device"
         if kind == "parameters" and differences and not update:
             differences, reason = (), "the steps changed no parameter on one device"
@@ -144,7 +145,20 @@ def compare(found: Record, expected: Record, bounds: Bounds, *, unlike_buffers: 
     return checks
 
 
-_REASONS = {
+def same_everywhere(digests: Sequence[str]) -> Check:
+    """Returns whether all ranks ended with the same bits: what one of them reports is then true of all.
+
+    Args:
+        digests: Of each rank's record.
+    """
+    differences = tuple(
+        Difference(error=0.0 if digest == digests[0] else math.inf, name=f"rank {rank}")
+        for rank, digest in enumerate(digests)
+    )
+    return Check(kind=EVERYWHERE, bound=0.0, differences=differences)
+
+
+_REASONS: Mapping[str, str] = {
     "initial weights": "the module has no state",
     "loss": "the step returns no loss",
     "logged values": "the step logs nothing",

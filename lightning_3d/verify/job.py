@@ -154,6 +154,7 @@ def fit(rank: int, order: FitOrder) -> dict[str, Any]:
     return {
         "cuts": [str(cut) for cut in cuts()],
         "statistics": statistics(module),
+        "digest": recorder.record.digest(),
     }
 
 

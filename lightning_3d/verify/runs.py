@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -71,12 +71,14 @@ class Trained:
         directory: Its files, with the traces of the ranks.
         mesh: Where it ran.
         facts: What the first rank told.
+        digests: Of each rank's record.
     """
 
     record: Record
     directory: Path
     mesh: MeshSpec
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any]
+    digests: tuple[str, ...]
 
     def trace(self, rank: int) -> dict[str, Any]:
         """Returns what a rank saw inside of its first batch."""
@@ -176,8 +178,14 @@ class Runs(AbstractContextManager["Runs"]):
             watch=watch,
             trace=trace,
         )
-        facts = self._crew(directory).run(fit, world, order)[0]
-        return Trained(record=Record.read(directory), directory=directory, mesh=mesh_of(options, world), facts=facts)
+        told = self._crew(directory).run(fit, world, order)
+        return Trained(
+            record=Record.read(directory),
+            directory=directory,
+            mesh=mesh_of(options, world),
+            facts=told[0],
+            digests=tuple(each["digest"] for each in told),
+        )
 
     def _crew(self, directory: Path) -> Crew:
         return Crew(directory=directory, seconds=self.request.seconds, preload=self.request.preload)

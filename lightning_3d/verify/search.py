@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_3d.errors import Lightning3DError
+from lightning_3d.errors import Lightning3DError, RunError
 from lightning_3d.log import get_logger
+from lightning_3d.mesh.spec import MeshSpec
 from lightning_3d.verify.certificate import Place
-from lightning_3d.verify.comparison import Bounds, Check, compare, error
+from lightning_3d.verify.comparison import Bounds, Check, compare, error, same_everywhere
 from lightning_3d.verify.record import Record
 from lightning_3d.verify.runs import AXES, Runs, Trained
 
@@ -41,9 +42,10 @@ class Ground:
     expected: Record
     unlike_buffers: tuple[str, ...] = ()
 
-    def checks(self, found: Record) -> list[Check]:
+    def checks(self, found: Trained) -> list[Check]:
         """Returns how far a run is off one device."""
-        return compare(found, self.expected, self.bounds, unlike_buffers=self.unlike_buffers)
+        checks = compare(found.record, self.expected, self.bounds, unlike_buffers=self.unlike_buffers)
+        return [*checks, same_everywhere(found.digests)]
 
     def differs(self, axes: tuple[str, ...], changes: Mapping[str, Any] | None = None) -> bool | None:
         """Whether a run on some axes is off; None if it cannot be run."""
@@ -52,7 +54,7 @@ class Ground:
         except Lightning3DError as error_of_run:
             _log.info("verify: %s cannot run: %s", " x ".join(axes), str(error_of_run).splitlines()[0])
             return None
-        return any(check.wrong for check in self.checks(found.record))
+        return any(check.wrong for check in self.checks(found))
 
 
 def place_on_mesh(ground: Ground, checks: Sequence[Check]) -> Place:
@@ -69,7 +71,7 @@ def place_on_mesh(ground: Ground, checks: Sequence[Check]) -> Place:
     for some in _smaller(present):
         differs = ground.differs(some)
         words = {True: "differs", False: "is equal", None: "cannot run"}[differs]
-        facts.append(f"{_mesh_words(ground, some)} alone {words}")
+        facts.append(f"{_mesh_words(mesh, some)} alone {words}")
         if differs:
             axes = some
             break
@@ -104,13 +106,34 @@ def place_alone(runs: Runs, precision: str, first_difference: str) -> Place:
     return Place(axes=None, facts=tuple(facts), advice=advice)
 
 
+def place_of_failure(runs: Runs, precision: str, failure: RunError) -> Place:
+    """Returns on which axes a module cannot run that runs on one device.
+
+    Args:
+        runs: Runs trainings.
+        precision: Name of the precision.
+        failure: What happened on the whole mesh.
+    """
+    mesh = runs.request.mesh
+    axes = present = tuple(axis for axis in AXES if getattr(mesh, axis) > 1)
+    facts = []
+    for some in _smaller(present):
+        try:
+            runs.on(some, precision)
+        except RunError:
+            facts.append(f"{_mesh_words(mesh, some)} alone fails")
+            axes = some
+            break
+        facts.append(f"{_mesh_words(mesh, some)} alone runs")
+    return Place(axes=axes, facts=(*facts, *str(failure).splitlines()), advice=())
+
+
 def _smaller(axes: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     for size in range(1, len(axes)):
         yield from combinations(axes, size)
 
 
-def _mesh_words(ground: Ground, axes: tuple[str, ...]) -> str:
-    mesh = ground.runs.request.mesh
+def _mesh_words(mesh: MeshSpec, axes: tuple[str, ...]) -> str:
     return " x ".join(f"{axis} {getattr(mesh, axis)}" for axis in axes)
 
 
@@ -197,9 +220,9 @@ def _advice(ground: Ground, axes: tuple[str, ...], module: str | None) -> Iterat
         words = ", ".join(f"{name}={value!r}" for name, value in changes.items())
         differs = ground.differs(axes, changes)
         if differs is False:
-            yield f"{words}: makes it equal, tried on {_mesh_words(ground, axes)}"
+            yield f"{words}: makes it equal, tried on {_mesh_words(ground.runs.request.mesh, axes)}"
         elif differs:
-            yield f"{words}: no help, tried on {_mesh_words(ground, axes)}"
+            yield f"{words}: no help, tried on {_mesh_words(ground.runs.request.mesh, axes)}"
     if "data" in axes:
         yield "look for what depends on other samples of the batch, or on how many calls came before"
     yield "num_microbatches=1, if the loss is not the mean over its samples"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib import metadata
 from typing import Any
@@ -17,8 +17,8 @@ from lightning_3d.precision import PRECISIONS
 from lightning_3d.strategy import Mesh3DStrategy
 from lightning_3d.verify.certificate import Certificate, Place, Setting
 from lightning_3d.verify.comparison import FP32, FP64, Bounds, compare, not_finite, reduced, unlike
-from lightning_3d.verify.runs import Request, Runs, Trained
-from lightning_3d.verify.search import Ground, place_alone, place_on_mesh
+from lightning_3d.verify.runs import AXES, Request, Runs, Trained
+from lightning_3d.verify.search import Ground, place_alone, place_of_failure, place_on_mesh
 from lightning_3d.verify.subject import GivenSubject
 
 _log = get_logger(__name__)
@@ -34,6 +34,7 @@ _TRAINER = (
 )
 _NEVER = (
     "validation, test and predict steps",
+    "optimizer state, except by the parameters that it leads to",
     "callbacks, loggers and checkpoints, which did not run",
     "how loaders deal samples to data ranks: each rank was given batches of the loader in turn",
 )
@@ -79,7 +80,7 @@ def verify(
     Raises:
         ConfigError: An argument is impossible.
         Lightning3DError: The mesh refuses the module, or the module cannot be sent to other processes.
-        RunError: A training failed on one device as on the mesh, or took too long.
+        RunError: A training on one device failed, or took too long.
     """
     subject = GivenSubject.of(module, datamodule, seed)
     options = _options(strategy)
@@ -104,19 +105,20 @@ def certify(request: Request, precision: str = AUTO) -> Certificate:
         request: What to train.
         precision: One of ``PRECISIONS``, or "auto".
     """
+    request, notes = _fitting(request)
     _check(request, precision)
     began = time.monotonic()
     with Runs(request) as runs:
-        found = _Case(runs, precision).certificate()
+        found = _Case(runs, precision, notes).certificate()
     return _timed(found, time.monotonic() - began)
 
 
 class _Case:
     """One verification under way."""
 
-    def __init__(self, runs: Runs, precision: str) -> None:
+    def __init__(self, runs: Runs, precision: str, notes: Sequence[str]) -> None:
         self._runs = runs
-        self._notes: list[str] = []
+        self._notes = list(notes)
         self._asked = precision
 
     def certificate(self) -> Certificate:
@@ -133,8 +135,11 @@ class _Case:
             _log.info("verify: not deterministic; looking for the module")
             return replace(plain, repeats=repeats, place=place_alone(self._runs, precision, repeats))
         _log.info("verify: %s", self._runs.request.mesh)
-        axes = ("data", "pipeline", "tensor")
-        mesh = self._runs.on(axes, precision)
+        try:
+            mesh = self._runs.on(AXES, precision)
+        except RunError as error:
+            _log.info("verify: it fails there; looking for the axis")
+            return replace(plain, place=place_of_failure(self._runs, precision, error))
         ground = Ground(
             runs=self._runs,
             precision=precision,
@@ -142,7 +147,7 @@ class _Case:
             expected=alone.record,
             unlike_buffers=tuple(alone.facts["statistics"]) if mesh.mesh.data > 1 else (),
         )
-        checks = ground.checks(mesh.record)
+        checks = ground.checks(mesh)
         place = None
         if any(check.wrong for check in checks):
             _log.info("verify: not equal; looking for the place")
@@ -211,7 +216,7 @@ class _Case:
             shrunk=tuple(alone.facts["cuts"]),
             parameters=alone.record.elements,
             mesh=str(request.mesh),
-            options=_told(self._runs.options_on(("data", "pipeline", "tensor"))),
+            options=_told(self._runs.options_on(AXES)),
             microbatches=self._runs.microbatches,
             steps=(len(alone.record.gradients), request.accumulate),
             precision=precision,
@@ -260,6 +265,14 @@ def _world(options: Mapping[str, Any]) -> int:
     others = int(options.get("pipeline_parallel_size", 1)) * int(options.get("tensor_parallel_size", 1))
     replicas = int(options.get("data_replicate_size", 1))
     return others * (data if isinstance(data, int) else 2 * replicas)
+
+
+def _fitting(request: Request) -> tuple[Request, list[str]]:
+    """Returns the request without what fits the whole module only, and what there is to say of it."""
+    if request.layers is None or request.options.get("layers_per_stage") is None:
+        return request, []
+    options = {name: value for name, value in request.options.items() if name != "layers_per_stage"}
+    return replace(request, options=options), ["layers_per_stage is that of all layers, and was left out"]
 
 
 def _check(request: Request, precision: str) -> None:

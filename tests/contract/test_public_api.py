@@ -21,6 +21,7 @@ _NAMES = frozenset(
         "ModuleError",
         "PlanError",
         "__version__",
+        "verify",
     }
 )
 _REGISTERED = ("mesh_3d", "mesh_3d_zero0", "mesh_3d_zero1", "mesh_3d_zero2", "mesh_3d_zero3")
@@ -70,6 +71,13 @@ def test_public_name_is_there(name: str) -> None:
     assert getattr(lightning_3d, name) is not None
 
 
+def test_verify_is_a_package_that_holds_the_function() -> None:
+    assert callable(lightning_3d.verify.verify)
+    assert set(lightning_3d.verify.__all__) == {"Certificate", "run", "verify"}
+    with pytest.raises(AttributeError, match=r"module 'lightning_3d.verify' has no attribute 'certify'"):
+        lightning_3d.verify.certify  # noqa: B018
+
+
 def test_other_names_are_not() -> None:
     with pytest.raises(AttributeError, match="module 'lightning_3d' has no attribute 'Mesh3D'"):
         lightning_3d.Mesh3D  # noqa: B018
@@ -84,6 +92,15 @@ def test_arguments_of_the_strategy() -> None:
     parameters = inspect.signature(lightning_3d.Mesh3DStrategy).parameters.values()
     assert {parameter.name: parameter.default for parameter in parameters} == dict(_ARGUMENTS)
     assert {parameter.kind for parameter in parameters} == {inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_verify_waits_for_its_first_use() -> None:
+    code = (
+        "import sys, lightning_3d; print('lightning_3d.verify' in sys.modules); import lightning_3d.verify; "
+        "print('lightning_3d.verify.verifier' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90, check=True)
+    assert done.stdout.split() == ["False", "False"]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ import pytest
 from lightning_3d.errors import ConfigError, ModuleError, RunError
 from lightning_3d.verify import Certificate, verify
 from lightning_3d.verify.processes import Crew
+from lightning_3d.verify.runs import AXES, Request, Runs
+from lightning_3d.verify.subject import GivenSubject
 from tests.marks import more
 from tests.spmd import verified
 from tests.spmd.programs import run_python
@@ -79,6 +81,15 @@ def test_a_block_with_hidden_state_is_found(strategy: dict[str, Any], axes: tupl
     assert "27 of 27 gradients differ: on the way back from the loss 'head.bias' first" in facts(found)
 
 
+def test_a_module_that_fails_on_a_mesh_alone_is_told_with_its_axis() -> None:
+    found = of(verified.failing, _DATA, steps=1)
+    assert not found.equal
+    assert found.place is not None
+    assert found.place.axes == ("data",)
+    assert "RuntimeError: not on this rank" in facts(found)
+    assert str(found).startswith("FAILED: Stacked runs on one device, but not on data 2 ")
+
+
 @pytest.mark.thorough
 def test_ranks_that_compute_something_else_are_found_on_the_tensor_axis() -> None:
     found = of(verified.of_rank, {"data_parallel_size": 1, "tensor_parallel_size": 2})
@@ -88,6 +99,7 @@ def test_ranks_that_compute_something_else_are_found_on_the_tensor_axis() -> Non
     assert any("tensor_plan={'blocks.0*': 'replicate'}: no help" in each for each in found.place.advice)
 
 
+@pytest.mark.thorough
 def test_a_step_that_narrows_gets_the_bounds_of_fp32() -> None:
     found = of(verified.narrow, _DATA, steps=1)
     assert found.equal, str(found)
@@ -132,6 +144,17 @@ def test_a_rank_that_hangs_is_killed_and_shown(tmp_path: Path) -> None:
 def test_impossible_arguments_start_no_process(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         verify(verified.stacked, verified.tokens, **options)
+
+
+@pytest.mark.thorough
+def test_the_hash_of_a_plan_is_that_of_the_mesh() -> None:
+    subject = GivenSubject.of(verified.stacked, verified.tokens, 0)
+    options = {"data_parallel_size": 1, "tensor_parallel_size": 2}
+    fixed: dict[str, Any] = {"layers": None, "world": 2, "steps": 1, "trainer": {}, "seed": 0, "seconds": _SECONDS}
+    with Runs(Request(subject=subject, options=options, **fixed)) as runs:
+        first, second = (runs.on(AXES, "64-true").record for _ in range(2))
+        other = runs.on(AXES, "64-true", changes={"tensor_plan": {"blocks.0.*": "replicate"}}).record
+    assert first.plan_hash == second.plan_hash != other.plan_hash
 
 
 def test_objects_that_cannot_travel_are_refused() -> None:

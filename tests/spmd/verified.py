@@ -150,6 +150,19 @@ class RankBlock(Block):
         return super().forward(x) * (1 + 1e-3 * int(os.environ["RANK"]))
 
 
+class FailingBlock(Block):
+    """Cannot compute on a second rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if os.environ["RANK"] == "1":
+            raise RuntimeError("not on this rank")
+        return super().forward(x)
+
+
+def failing() -> Stacked:
+    return Stacked(FailingBlock)
+
+
 def of_rank() -> Stacked:
     return Stacked(RankBlock)
 
@@ -165,8 +178,7 @@ class OnlyFp32(Stacked):
     """Has a place where fp64 does not fit."""
 
     def loss(self, logits: Tensor, ids: Tensor) -> Tensor:
-        weights = torch.ones(VOCABULARY, VOCABULARY, dtype=torch.float32)
-        return F.cross_entropy((logits @ weights.div(VOCABULARY)).flatten(0, 1), ids.flatten())
+        return F.cross_entropy((logits @ torch.eye(VOCABULARY, dtype=torch.float32)).flatten(0, 1), ids.flatten())
 
 
 def narrow() -> Stacked:

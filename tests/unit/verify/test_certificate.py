@@ -22,7 +22,7 @@ _SETTING = Setting(
     trainer={},
     seed=0,
 )
-_KINDS = ("initial weights", "loss", "gradients", "gradient norm", "parameters")
+_KINDS = ("initial weights", "loss", "gradients", "gradient norm", "parameters", "on all ranks")
 
 
 def check(kind: str, error: float = 0.0) -> Check:
@@ -77,6 +77,12 @@ def test_a_module_that_does_not_repeat_is_not_equal_whatever_was_compared() -> N
     assert not found.equal
     assert "is not deterministic on one device" in str(found)
     assert "where it comes from: one device\n  'noise' is the first\nwhat to try:\n  seed it" in str(found)
+
+
+def test_a_module_that_cannot_run_on_the_mesh_has_failed() -> None:
+    found = certificate(place=Place(axes=("tensor",), facts=("rank 1 of 2 failed",)))
+    assert not found.equal
+    assert str(found).startswith("FAILED: Net runs on one device, but not on data 2 ")
 
 
 def test_json_stands_beside_the_text(tmp_path: Path) -> None:

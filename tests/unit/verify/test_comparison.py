@@ -16,6 +16,7 @@ from lightning_3d.verify.comparison import (
     not_finite,
     number_error,
     reduced,
+    same_everywhere,
     unlike,
 )
 from lightning_3d.verify.record import Record
@@ -138,3 +139,9 @@ def test_bits_and_finite_numbers() -> None:
     assert unlike(record(1 + 1e-15), record()).startswith("gradients: w, step 0 by ")
     assert not_finite(record()) == ""
     assert not_finite(record(losses=[1.0, math.inf])) == "the loss of step 1 is inf"
+
+
+def test_all_ranks_have_to_end_alike() -> None:
+    digests = [record().digest(), record().digest(), record(1 + 1e-15).digest()]
+    assert same_everywhere(digests[:2]).equal
+    assert [each.name for each in same_everywhere(digests).wrong] == ["rank 2"]
