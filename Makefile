@@ -44,8 +44,8 @@ parity: $(VENV)/.with-test ## every row against one device; writes docs/parity.m
 features: $(VENV)/.with-test ## every feature of the Trainer on every mesh; writes docs/features.md
 	$(ONE_THREAD) $(BIN)/python -m tests.features.run
 
-# python -m tests.faults.matrix, checkpoints of every mesh on every other, belongs here too once it is there.
-faults: $(VENV)/.with-test ## ranks killed at random moments; writes docs/faults.md
+faults: $(VENV)/.with-test ## checkpoints of every mesh on every other one, and killed runs; writes docs/resharding.md, docs/faults.md
+	$(ONE_THREAD) $(BIN)/python -m tests.faults.matrix
 	$(ONE_THREAD) $(BIN)/python -m tests.faults.kill
 
 bench: $(VENV)/.with-test ## step times beside Lightning's own strategies and hand-written loops
@@ -56,6 +56,7 @@ bench: $(VENV)/.with-test ## step times beside Lightning's own strategies and ha
 	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.start_up
 	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.replay_cost
 	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.shard_operations
+	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.checkpoints
 
 docs: $(VENV)/.with-docs ## write the map of the code, build the pages into site/
 	$(BIN)/python -m tests.contract.map

@@ -23,12 +23,23 @@ import torch.distributed as dist
 from lightning_3d.checkpoint.agreement import gather, group_rank, together
 from lightning_3d.errors import CheckpointError, nearest
 
+_LOCAL_SCHEME = "file://"
 _TEMPORARY = ".tmp-"
 _REPLACED = ".old-"
 _CURRENT_DIRECTORY = -100  # AT_FDCWD
 _EXCHANGE = 2  # RENAME_EXCHANGE
 _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 _WRITING_FIX = "free space, correct the permissions or choose another directory, then save again"
+
+
+def is_remote(path: str | Path) -> bool:
+    """Returns whether a path is a URL, not a name on this machine."""
+    return "://" in str(path) and not str(path).startswith(_LOCAL_SCHEME)
+
+
+def local_path(path: str | Path) -> Path:
+    """Returns the absolute path that a name on this machine means."""
+    return Path(str(path).removeprefix(_LOCAL_SCHEME)).absolute()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -118,15 +118,26 @@ def laid_out(source: Tensor, target: Tensor) -> Tensor:
     if is_cut(source):
         return source
     filled = empty_like(target, source.dtype)
-    if not is_cut(filled):
-        return filled.copy_(source)
+    fill(filled, source)
+    return filled
+
+
+def fill(target: Tensor, whole: Tensor) -> None:
+    """Writes this rank's part of a whole tensor into ``target``, without communication.
+
+    Args:
+        target: A DTensor, PackedTensor or whole tensor of the same global shape; written in place, in its own dtype.
+        whole: The whole tensor, the same on every rank.
+    """
+    if not is_cut(target):
+        target.copy_(whole)
+        return
     # The protocol of torch.distributed.checkpoint for sharded tensors: which chunks of the whole does this rank hold?
-    pieces: Any = filled
+    pieces: Any = target
     for chunk in pieces.__create_chunk_list__():
         local = pieces.__get_tensor_shard__(MetadataIndex("", chunk.offsets))
         part = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-        local.copy_(source[part])
-    return filled
+        local.copy_(whole[part])
 
 
 def is_cut(value: object) -> TypeGuard[DTensor | PackedTensor]:

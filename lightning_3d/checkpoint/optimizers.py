@@ -21,6 +21,7 @@ from lightning_3d.checkpoint.agreement import gather
 from lightning_3d.checkpoint.layout import empty_like, is_cut, laid_out, named_parameters
 from lightning_3d.checkpoint.members import Members, all_members, names_of
 from lightning_3d.checkpoint.packed import NO_LAYOUTS, PackedTensor, check_free, packed_like, unpacked
+from lightning_3d.checkpoint.stored import StoredTensor
 from lightning_3d.errors import CheckpointError
 from lightning_3d.shards.absent import form_of
 from lightning_3d.shards.layout import Layout
@@ -113,7 +114,7 @@ def split(state: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], dict[s
     def kept(value: Any, place: str) -> Any:
         if isinstance(value, Tensor):
             tensors[place] = value
-            cut = value.cut if isinstance(value, AbsentTensor) else is_cut(value)
+            cut = value.cut if isinstance(value, AbsentTensor | StoredTensor) else is_cut(value)
             return {_TENSOR: f"{prefix}.{place}", "distributed": cut}
         if isinstance(value, Mapping):
             return {key: kept(part, f"{place}.{key}") for key, part in value.items()}
@@ -148,6 +149,22 @@ def destinations(
         return _mapped(value, lambda part: made(part, owner))
 
     return {**state, "state": {name: made(value, name) for name, value in state["state"].items()}}, into
+
+
+def joined(state: Mapping[str, Any], tensor: Callable[[str, bool], Tensor]) -> dict[str, Any]:
+    """Returns a split state with tensors in the place of the references.
+
+    Args:
+        state: From :func:`split`.
+        tensor: Makes one from its flat name, and from whether ranks held parts of it.
+    """
+
+    def made(value: Any) -> Any:
+        if isinstance(value, Mapping) and _TENSOR in value:
+            return tensor(value[_TENSOR], bool(value["distributed"]))
+        return _mapped(value, made)
+
+    return {**state, "state": {name: made(value) for name, value in state["state"].items()}}
 
 
 def cut(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:

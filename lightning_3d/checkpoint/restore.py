@@ -6,6 +6,7 @@ import pickle
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +17,26 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-from lightning_3d.checkpoint.absent import is_absent, present
-from lightning_3d.checkpoint.agreement import gather, together
+from lightning_3d.checkpoint.absent import present
+from lightning_3d.checkpoint.agreement import together
 from lightning_3d.checkpoint.containers import from_plain
-from lightning_3d.checkpoint.files import resolve
-from lightning_3d.checkpoint.gathering import gather_whole
+from lightning_3d.checkpoint.files import is_remote, local_path, resolve
 from lightning_3d.checkpoint.generators import set_random_state
-from lightning_3d.checkpoint.layout import canonical, empty_like, laid_out, module_tensors, named_parameters
+from lightning_3d.checkpoint.layout import canonical, empty_like, module_tensors, named_parameters
 from lightning_3d.checkpoint.members import Members, all_members, members_of
 from lightning_3d.checkpoint.optimizers import cut, destinations, load_state, matched, named
-from lightning_3d.checkpoint.packed import NO_LAYOUTS, unpacked
-from lightning_3d.checkpoint.store import FORMAT, META_FILE, MODULE_KEY, OPTIMIZERS_KEY, OURS, is_remote, local_path
+from lightning_3d.checkpoint.packed import NO_LAYOUTS
+from lightning_3d.checkpoint.remote import finished_folder, read_file
+from lightning_3d.checkpoint.report import LoadedPart
+from lightning_3d.checkpoint.store import FORMAT, META_FILE, MODULE_KEY, OPTIMIZERS_KEY, OURS
 from lightning_3d.checkpoint.tensors import read_tensors, stored_tensors
+from lightning_3d.checkpoint.weights import load_module_state
 from lightning_3d.errors import CheckpointError
-from lightning_3d.graph.parameters import class_name
-from lightning_3d.shards.absent import form_of
 from lightning_3d.shards.layout import Layout
 from lightning_3d.shards.presence import Presence
 
 _DAMAGED = "load another checkpoint, this one is damaged"
-_SHOWN = 5
+_OF_MODULE = f"{MODULE_KEY}."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +54,8 @@ class StoredCheckpoint:
         places: Where the training loaders were.
         tensors: For a directory, what it holds by flat name; None for a file.
         whole: For a file, the module's state; None for a directory.
+        about: The mesh that saved it and the structure of its module, in plain containers; empty if it does not say,
+            None for a checkpoint that is not ours.
     """
 
     path: Path | str
@@ -64,6 +67,21 @@ class StoredCheckpoint:
     places: list[Any]
     tensors: dict[str, TensorStorageMetadata] | None
     whole: dict[str, Any] | None
+    about: Mapping[str, Any] | None = None
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtypes of the module's tensors."""
+        if self.tensors is None:
+            whole = self.whole or {}
+            return {canonical(name): value.dtype for name, value in whole.items() if isinstance(value, Tensor)}
+        of_module = ((name, entry) for name, entry in self.tensors.items() if name.startswith(_OF_MODULE))
+        return {name.removeprefix(_OF_MODULE): entry.properties.dtype for name, entry in of_module}
+
+    @property
+    def form(self) -> str:
+        """What it is, in words."""
+        return "a directory" if self.tensors is not None else "a file"
 
 
 def open_checkpoint(
@@ -76,7 +94,7 @@ def open_checkpoint(
     """Opens a checkpoint and reads its metadata. Every rank calls it.
 
     Args:
-        path: The checkpoint as this rank sees it: a directory, a file, or a URL of a file.
+        path: The checkpoint as this rank sees it: a directory or a file, or the URL of one.
         weights_only: None and True load plain data alone; False unpickles a file of someone trusted.
         group: The ranks that load together, None for one process.
         reader: Reads whatever is no directory of ours.
@@ -87,6 +105,9 @@ def open_checkpoint(
     plain = weights_only is not False
     with together(group, f"open the checkpoint {path}", _DAMAGED):
         remote = is_remote(path)
+        folder = finished_folder(str(path)) if remote and reader is None else None
+        if folder is not None:
+            return _open_folder(folder, plain)
         if remote or (reader is not None and not (local_path(path) / META_FILE).is_file()):
             return _of_file(str(path), (reader or TorchCheckpointIO()).load_checkpoint(path, weights_only=plain))
         return _open_local(resolve(local_path(path)), plain)
@@ -115,52 +136,16 @@ def read_module_state(
     if stored.whole is not None:
         return {canonical(name): value for name, value in stored.whole.items()} | stored.extra
     targets = module_tensors(module, layouts)
-    prefix = f"{MODULE_KEY}."
     state: dict[str, Tensor] = {}
     for flat, entry in (stored.tensors or {}).items():
-        name = flat.removeprefix(prefix)
-        if flat.startswith(prefix):
+        name = flat.removeprefix(_OF_MODULE)
+        if flat.startswith(_OF_MODULE):
             target = targets.get(name)
             fits = target is not None and target.shape == entry.size
             state[name] = empty_like(targets[name], targets[name].dtype) if fits else _empty(entry)
-    into = {f"{prefix}{name}": tensor for name, tensor in present(state).items()}
-    read_tensors(Path(stored.path), into, group)
+    into = {f"{_OF_MODULE}{name}": tensor for name, tensor in present(state).items()}
+    read_tensors(stored.path, into, group)
     return state | stored.extra
-
-
-def load_module_state(
-    module: nn.Module,
-    state: Mapping[str, Any],
-    *,
-    strict: bool,
-    layouts: Mapping[str, Layout] = NO_LAYOUTS,
-    presence: Presence | None = None,
-) -> None:
-    """Loads a state of shards or whole tensors into the module, each rank its part.
-
-    Args:
-        module: The module.
-        state: From :func:`read_module_state`, possibly edited; whole tensors are the same on every rank.
-        strict: Whether names must match exactly (Lightning's ``strict_loading``).
-        layouts: See ``layout.module_state``.
-        presence: The ranks of the pipeline, which then call this together; None without one.
-
-    Raises:
-        CheckpointError: The state is of another model: names what is missing, unexpected or of another shape.
-    """
-    targets = module_tensors(module, layouts)
-    if presence is not None:
-        state = _with_moved(state, targets, presence)
-    own_names = {canonical(name): name for name in _state_names(module)}
-    fitting: dict[str, Any] = {}
-    for name, value in state.items():
-        target = targets.get(name)
-        fits = isinstance(value, Tensor) and target is not None and target.shape == value.shape
-        fitting[own_names.get(name, name)] = _fitting(value, targets[name]) if fits else unpacked(value)
-    try:
-        module.load_state_dict(fitting, strict=strict)
-    except RuntimeError as error:
-        raise _misfit(module, state, targets, error) from error
 
 
 def load_module(
@@ -186,8 +171,8 @@ def load_optimizers(
     layouts: Mapping[str, Layout] = NO_LAYOUTS,
     presence: Presence | None = None,
     recorded: Sequence[Sequence[Members]] | None = None,
-) -> None:
-    """Loads the states of all optimizers by parameter name. Every rank calls it.
+) -> list[LoadedPart]:
+    """Loads the states of all optimizers by parameter name, and returns what became of each. Every rank calls it.
 
     Args:
         stored: An opened checkpoint.
@@ -229,9 +214,14 @@ def load_optimizers(
             into = {name: tensor for _, tensors in placed for name, tensor in tensors.items()}
             states = [state for state, _ in placed]
     if stored.tensors is not None:
-        read_tensors(Path(stored.path), into, group)
+        read_tensors(stored.path, into, group)
     for optimizer, state in zip(optimizers, states, strict=True):
         load_state(state, optimizer)
+    everything = zip(optimizers, stored.optimizers, everyone, strict=True)
+    return [
+        _optimizer_part(f"optimizer {index} ({type(optimizer).__name__})", saved, members)
+        for index, (optimizer, saved, members) in enumerate(everything)
+    ]
 
 
 def restore_random(stored: StoredCheckpoint, *, rank: int, world: int, device: torch.device) -> None:
@@ -250,16 +240,49 @@ def restore_random(stored: StoredCheckpoint, *, rank: int, world: int, device: t
     set_random_state(stored.random[rank if same else 0], device)
 
 
+def random_part(stored: StoredCheckpoint, world: int) -> LoadedPart:
+    """Returns what :func:`restore_random` does on so many ranks."""
+    saved, name = stored.random, "random states"
+    if saved is None:
+        return LoadedPart(name=name, missing=("those of all ranks",))
+    if len(saved) == world:
+        return LoadedPart(name=name, restored=(f"of {world} ranks",))
+    everywhere = f" on all {world} ranks" if world > 1 else ""
+    return LoadedPart(name=name, converted=(f"rank 0's of {len(saved)}{everywhere}",))
+
+
+def _optimizer_part(name: str, saved: Mapping[str, Any], members: Sequence[Members]) -> LoadedPart:
+    """Returns what became of a saved optimizer whose state fits these members."""
+    names = [each for group in members for each in group.names]
+    before = [each for group in saved["param_groups"] for each in group["params"]]
+    # By index in a file, by name in a directory; renamed parameters are matched by their order.
+    by_index = not all(isinstance(each, str) for each in before)
+    renamed = not by_index and set(before) != set(names)
+    now = dict(zip(before, names, strict=False)) if by_index or renamed else {each: each for each in before}
+    with_state = [now.get(each, str(each)) for each in saved["state"]]
+    return LoadedPart(
+        name=name,
+        restored=() if renamed else tuple(with_state),
+        converted=tuple(f"{each}: {now[each]}" for each in before if now[each] != each) if renamed else (),
+    )
+
+
 def _open_local(path: Path, weights_only: bool) -> StoredCheckpoint:
     if not path.is_dir():
-        return _of_file(path, _torch_load(path, weights_only))
+        return _of_file(path, _torch_load(path, weights_only, str(path)))
     inside = [child.name for child in path.iterdir() if child.suffix == ".ckpt"]
     if inside:
         raise CheckpointError(f"{path} is a folder of checkpoints.", valid=inside, fix=f"{path / inside[0]}")
+    return _open_folder(path, weights_only)
+
+
+def _open_folder(path: Path | str, weights_only: bool) -> StoredCheckpoint:
     tensors = stored_tensors(path)
-    if not (path / META_FILE).is_file():
-        raise CheckpointError(f"{path} is no finished checkpoint: it has no {META_FILE}", fix=_DAMAGED)
-    metadata, ours = _split_ours(path, _torch_load(path / META_FILE, weights_only))
+    try:
+        source = BytesIO(read_file(f"{path}/{META_FILE}")) if isinstance(path, str) else path / META_FILE
+        metadata, ours = _split_ours(path, _torch_load(source, weights_only, f"{path}/{META_FILE}"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is no finished checkpoint: it has no {META_FILE}", fix=_DAMAGED) from error
     return StoredCheckpoint(
         path=path,
         metadata=metadata,
@@ -268,6 +291,7 @@ def _open_local(path: Path, weights_only: bool) -> StoredCheckpoint:
         extra=ours.get("extra", {}),
         random=ours.get("random"),
         places=ours.get("places", []),
+        about=ours.get("about"),
         tensors=tensors,
         whole=None,
     )
@@ -290,6 +314,7 @@ def _of_file(path: Path | str, content: Any) -> StoredCheckpoint:
         extra=ours.get("extra", {}),
         random=ours.get("random"),
         places=ours.get("places", []),
+        about=ours.get("about"),
     )
 
 
@@ -307,15 +332,23 @@ def _split_ours(path: Path | str, content: dict[str, Any]) -> tuple[dict[str, An
             )
         parts = {key: from_plain(*ours[key]) for key in ("optimizers", "extra")}
         places = from_plain(*ours.get("places", ([], ())))
-        return from_plain(metadata, ours["notes"]), {**parts, "random": ours["random"], "places": places}
+        return from_plain(metadata, ours["notes"]), {
+            **parts,
+            "random": ours["random"],
+            "places": places,
+            "about": ours.get("about", {}),
+        }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"the metadata of {path} are damaged: {error!r}", fix=_DAMAGED) from error
 
 
-def _torch_load(path: Path, weights_only: bool) -> Any:
+def _torch_load(source: Path | BytesIO, weights_only: bool, path: str) -> Any:
     try:
         # Mapped, so that the ranks of one machine share the pages and read only what they use.
-        return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=zipfile.is_zipfile(path))
+        mapped = isinstance(source, Path) and zipfile.is_zipfile(source)
+        return torch.load(source, map_location="cpu", weights_only=weights_only, mmap=mapped)
+    except FileNotFoundError:
+        raise
     except pickle.UnpicklingError as error:
         if not weights_only:
             raise CheckpointError(f"{path} cannot be read: {error}", fix=_DAMAGED) from error
@@ -332,22 +365,6 @@ def _empty(entry: TensorStorageMetadata) -> Tensor:
     return torch.empty(entry.size, dtype=entry.properties.dtype)
 
 
-def _with_moved(state: Mapping[str, Any], targets: Mapping[str, Tensor], presence: Presence) -> dict[str, Any]:
-    """Brings what a hook has put, from a tensor that is absent here, in the place of one that is not."""
-    mine = [
-        name for name, value in state.items() if is_absent(value) and name in targets and not is_absent(targets[name])
-    ]
-    moved = dict.fromkeys(name for names in gather(presence.group, mine) for name in names)
-    values = gather_whole({name: state[name] for name in moved if name in state}, True, {}, presence) if moved else {}
-    return {**state, **{name: values[name] for name in mine}}
-
-
-def _fitting(value: Tensor, target: Tensor) -> Tensor:
-    """Returns a value for a tensor of its shape, as it lies here."""
-    shards: Tensor = form_of(target) if is_absent(target) else unpacked(laid_out(value, target))
-    return shards
-
-
 def _by_name(stored: StoredCheckpoint, index: int, members: Sequence[Members]) -> dict[str, Any]:
     """Returns the saved state of an optimizer, which has these members now, by names."""
     assert stored.optimizers is not None
@@ -362,34 +379,3 @@ def _by_name(stored: StoredCheckpoint, index: int, members: Sequence[Members]) -
             fix="make the same parameter groups in configure_optimizers, or start a new run from the weights alone",
         )
     return named(state, names)
-
-
-def _state_names(module: nn.Module) -> set[str]:
-    tensors = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    return {*tensors, *(name for name, _ in module.named_buffers(remove_duplicate=False)), *module.state_dict()}
-
-
-def _misfit(
-    module: nn.Module, state: Mapping[str, Any], targets: Mapping[str, Tensor], error: RuntimeError
-) -> CheckpointError:
-    expected = {canonical(name) for name in module.state_dict()}
-    shapes = {
-        name: f"{name}: saved {tuple(value.shape)}, here {tuple(targets[name].shape)}"
-        for name, value in state.items()
-        if isinstance(value, Tensor) and name in targets and targets[name].shape != value.shape
-    }
-    kinds = {
-        "missing": [name for name in expected if name not in state],
-        "unexpected": [name for name in state if name not in expected],
-        "of another shape": list(shapes.values()),
-    }
-    found = [f"{len(names)} {kind} ({_shown(sorted(names))})" for kind, names in kinds.items() if names]
-    strict_fix = "load the checkpoint of this model, or let it load in part: LightningModule.strict_loading = False"
-    return CheckpointError(
-        f"the checkpoint does not fit {class_name(module)}: {', '.join(found) or error}",
-        fix="build the model with the sizes it was saved with" if shapes else strict_fix,
-    )
-
-
-def _shown(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

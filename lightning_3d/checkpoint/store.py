@@ -8,7 +8,7 @@ unsplit module, and ``meta.pt`` with everything else in plain containers. A tied
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,16 @@ from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from torch import Tensor
 
 from lightning_3d.checkpoint.absent import present
-from lightning_3d.checkpoint.agreement import gather, together
+from lightning_3d.checkpoint.agreement import gather, group_rank, together
 from lightning_3d.checkpoint.background import BackgroundWriter, staged
 from lightning_3d.checkpoint.containers import Plain, to_plain
-from lightning_3d.checkpoint.files import Disk, atomic_path, find_disk
+from lightning_3d.checkpoint.files import Disk, atomic_path, find_disk, is_remote, local_path
 from lightning_3d.checkpoint.gathering import gather_whole
 from lightning_3d.checkpoint.layout import as_saved
 from lightning_3d.checkpoint.optimizers import group_names, indexed, split
 from lightning_3d.checkpoint.packed import NO_LAYOUTS
+from lightning_3d.checkpoint.remote import remote_folder, write_file
 from lightning_3d.checkpoint.tensors import write_tensors
-from lightning_3d.errors import CheckpointError
 from lightning_3d.log import get_logger, info_once
 from lightning_3d.shards.layout import Layout
 from lightning_3d.shards.presence import Presence
@@ -38,8 +38,6 @@ META_FILE = "meta.pt"
 OURS = "lightning_3d"
 MODULE_KEY = "state_dict"
 OPTIMIZERS_KEY = "optimizer_states"
-
-_LOCAL_SCHEME = "file://"
 
 _log = get_logger(__name__)
 
@@ -55,6 +53,8 @@ class CheckpointState:
         random: From ``generators.random_state``, or None.
         presence: The ranks of the pipeline, which have each other's absent tensors; None without one.
         places: Where the training loaders are, in plain containers.
+        about: The mesh that saves it and the structure of the module, in plain containers.
+        all_random: The random states of all ranks, where one process writes what several have saved.
     """
 
     metadata: Mapping[str, Any]
@@ -63,6 +63,8 @@ class CheckpointState:
     random: Mapping[str, Any] | None = None
     presence: Presence | None = None
     places: Sequence[Mapping[str, Any] | None] = ()
+    about: Mapping[str, Any] = field(default_factory=dict)
+    all_random: Sequence[Mapping[str, Any]] | None = None
 
     @classmethod
     def of(
@@ -72,6 +74,7 @@ class CheckpointState:
         layouts: Mapping[str, Layout] = NO_LAYOUTS,
         presence: Presence | None = None,
         places: Sequence[Mapping[str, Any] | None] = (),
+        about: Mapping[str, Any] | None = None,
     ) -> CheckpointState:
         """Returns the state that Lightning's ``dump_checkpoint`` collected.
 
@@ -82,6 +85,7 @@ class CheckpointState:
                 packed ones are turned back to their original order here.
             presence: The ranks of the pipeline, None without one.
             places: See the class.
+            about: See the class.
         """
         metadata = {key: value for key, value in checkpoint.items() if key not in (MODULE_KEY, OPTIMIZERS_KEY)}
         return cls(
@@ -91,6 +95,7 @@ class CheckpointState:
             random=random,
             presence=presence,
             places=places,
+            about=about or {},
         )
 
 
@@ -110,7 +115,7 @@ def save(
     memory of the first rank there.
 
     Args:
-        path: The name as this rank sees it: a local path, or a URL that fsspec knows for a single file.
+        path: The name as this rank sees it: a local path, or a URL that fsspec knows.
         state: What to save.
         distributed: True for a directory that all ranks write, False for one file.
         group: All ranks of the mesh, with a backend for CPU objects; None for one process.
@@ -124,13 +129,11 @@ def save(
     if writer is not None:
         _save_by(writer, str(path), state, group, storage_options=storage_options)
         return
-    remote = is_remote(path)
-    if remote and distributed:
-        raise CheckpointError(
-            f"{path} is not a local path, and a sharded checkpoint needs one",
-            fix="choose a directory that all nodes mount, or save one file: strategy.save_distributed_checkpoint=false",
-        )
-    if remote:
+    if is_remote(path) and distributed:
+        # Every rank sees the same behind a URL.
+        _save_directory(str(path), state, Disk(rank=group_rank(group), leader=0, leaders=(0,)), group, background)
+        return
+    if is_remote(path):
         _save_by(TorchCheckpointIO(), str(path), state, group)
         return
     target = local_path(path)
@@ -143,18 +146,8 @@ def save(
         _save_file(target, state, disk, group)
 
 
-def is_remote(path: str | Path) -> bool:
-    """Returns whether a path is a URL, not a name on this machine."""
-    return "://" in str(path) and not str(path).startswith(_LOCAL_SCHEME)
-
-
-def local_path(path: str | Path) -> Path:
-    """Returns the absolute path that a name on this machine means."""
-    return Path(str(path).removeprefix(_LOCAL_SCHEME)).absolute()
-
-
 def _save_directory(
-    target: Path,
+    target: Path | str,
     state: CheckpointState,
     disk: Disk,
     group: dist.ProcessGroup | None,
@@ -178,6 +171,12 @@ def _save_directory(
         nested = staged(nested)
 
     def write(writers: dist.ProcessGroup | None) -> None:
+        if isinstance(target, str):
+            with remote_folder(target, writers) as folder:
+                write_tensors(folder, nested, aliases, writers)
+                if disk.leads:
+                    write_file(f"{folder}/{META_FILE}", packed.getvalue())
+            return
         with atomic_path(target, disk, writers, directory=True) as temporary:
             if disk.shared or disk.leads:
                 write_tensors(temporary, nested, aliases, writers if disk.shared else None)
@@ -191,7 +190,7 @@ def _save_directory(
 
 
 def _save_file(target: Path, state: CheckpointState, disk: Disk, group: dist.ProcessGroup | None) -> None:
-    checkpoint = _whole_checkpoint(target, state, disk.leads, group)
+    checkpoint = whole_checkpoint(target, state, disk.leads, group)
     with atomic_path(target, disk, group, directory=False) as temporary:
         if disk.leads:
             torch.save(checkpoint, temporary)
@@ -201,16 +200,23 @@ def _save_by(
     writer: CheckpointIO, url: str, state: CheckpointState, group: dist.ProcessGroup | None, **options: Any
 ) -> None:
     first = group is None or dist.get_rank(group) == 0
-    checkpoint = _whole_checkpoint(url, state, first, group)
+    checkpoint = whole_checkpoint(url, state, first, group)
     with together(group, f"write the checkpoint {url}", "check the address and its permissions, then save again"):
         if first:
             writer.save_checkpoint(checkpoint, url, **options)
 
 
-def _whole_checkpoint(
+def whole_checkpoint(
     target: str | Path, state: CheckpointState, keep: bool, group: dist.ProcessGroup | None
 ) -> dict[str, Any]:
-    """Returns what plain Lightning would write, with our notes beside it."""
+    """Returns what plain Lightning would write, with our notes beside it. Every rank calls it.
+
+    Args:
+        target: Its name, for errors.
+        state: What to save.
+        keep: Whether this rank wants it; others get its metadata.
+        group: All ranks, None for one process.
+    """
     optimizers = None if state.optimizers is None else [indexed(optimizer) for optimizer in state.optimizers]
     names = None if state.optimizers is None else [group_names(optimizer) for optimizer in state.optimizers]
     _, _, extra = _untied(state.module)
@@ -241,8 +247,9 @@ def _meta(
             "notes": plain.notes,
             "optimizers": _pair(to_plain(optimizers, OPTIMIZERS_KEY)),
             "extra": _pair(to_plain(dict(extra), MODULE_KEY)),
-            "random": random if state.random is not None else None,
+            "random": random if state.random is not None else state.all_random,
             "places": _pair(to_plain(list(state.places), "places")),
+            "about": to_plain(dict(state.about), "about").value,
         }
     return {**plain.value, OURS: ours}
 

@@ -25,14 +25,6 @@ from lightning_3d.config.rules import (
 )
 from lightning_3d.errors import ConfigError
 
-# Options that this release does not serve yet: any value but the default is refused, so that none is silently ignored.
-_NOT_AVAILABLE = frozenset(
-    {
-        "pretrained",
-        "pretrained_strict",
-    }
-)
-
 ONE_STAGE_SCHEDULES = ("gpipe", "1f1b")
 NEW_PROGRAMS, IN_NOTEBOOKS = "popen", "fork"
 START_METHODS = (NEW_PROGRAMS, "spawn", IN_NOTEBOOKS, "forkserver")
@@ -150,21 +142,13 @@ class StrategyConfig:
         """Returns one line for every value that is not possible: what is wrong, and what would be accepted."""
         values = [(option.name, getattr(self, option.name), option.metadata["rule"]) for option in fields(self)]
         wrong = [rule.complaint(name, value) for name, value, rule in values if not rule.accepts(value)]
-        return wrong or self._not_available() or [*self._shard_conflicts(), *self._stage_conflicts()]
+        return wrong or [*self._shard_conflicts(), *self._stage_conflicts()]
 
     def stages_of_a_rank(self) -> int:
         """Returns ``stages_per_rank`` as a number: "auto" is 1 for gpipe and 1f1b, 2 for the other schedules."""
         if isinstance(self.stages_per_rank, int):
             return self.stages_per_rank
         return 1 if self.pipeline_schedule in ONE_STAGE_SCHEDULES else 2
-
-    def _not_available(self) -> list[str]:
-        values = [(option.name, getattr(self, option.name), option.default) for option in fields(self)]
-        return [
-            f"{name}={value!r} is not available in this release: leave it {default!r}"
-            for name, value, default in values
-            if name in _NOT_AVAILABLE and value != default
-        ]
 
     def _shard_conflicts(self) -> list[str]:
         found: list[str] = []
@@ -180,6 +164,8 @@ class StrategyConfig:
             found.append("compile=True compiles replayed blocks at tensor_parallel_size above 1: it needs replay=True")
         if self.async_save and not self.save_distributed_checkpoint:
             found.append("async_save=True needs save_distributed_checkpoint=True")
+        if self.pretrained is None and not self.pretrained_strict:
+            found.append("pretrained_strict=False is about pretrained=DIR, which is not given")
         return found
 
     def _stage_conflicts(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Parameters without values in the place of a module's own, for a while."""
+"""Parameters without values in the place of a module's own, for a while or for good."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+# Where something stood, and what.
+_Place = tuple[dict[str, Any], str, Any]
 
 
 @contextmanager
@@ -16,7 +20,8 @@ def fake_parameters(module: nn.Module) -> Iterator[dict[int, str]]:
     """Context in which every parameter of a module is a FakeTensor.
 
     Tied parameters stay tied, frozen ones frozen. Buffers and other tensors stay as they are, but those on the meta
-    device are fake too; what was on the meta device is on the CPU. Only what meets a parameter has no values then.
+    device are fake too. All are where the module says it is, on the CPU if it is on the meta device. Only what meets a
+    parameter has no values then.
 
     Args:
         module: The whole module, real or on the meta device.
@@ -24,28 +29,45 @@ def fake_parameters(module: nn.Module) -> Iterator[dict[int, str]]:
     Yields:
         The first name of each parameter, by the id of its fake one.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # What runs without values as a whole has a mode of its own, and two do not go together.
+    mode = detect_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
+    replaced = replace_by_fakes(module, mode)
+    try:
+        yield {id(parameter): name for name, parameter in module.named_parameters()}
+    finally:
+        for place, key, value in replaced:
+            place[key] = value
+
+
+def replace_by_fakes(module: nn.Module, mode: FakeTensorMode) -> list[_Place]:
+    """Puts FakeTensors in the place of every parameter, and of every tensor on the meta device.
+
+    Args:
+        module: The whole module, real or on the meta device.
+        mode: Makes them.
+
+    Returns:
+        What stood where before.
+    """
+    device = getattr(module, "device", torch.device("cpu"))
+    device = torch.device("cpu") if device.type == "meta" else device
     fakes: dict[int, Tensor] = {}
 
     def fake(value: Any) -> Any:
         if not _has_to_be_fake(value):
             return value
         if id(value) not in fakes:
-            fakes[id(value)] = _fake(value, mode)
+            fakes[id(value)] = _fake(value, mode, device)
         return fakes[id(value)]
 
-    replaced: list[tuple[dict[str, Any], str, Any]] = []
+    replaced: list[_Place] = []
     for child in module.modules():
         places: tuple[dict[str, Any], ...] = (child._parameters, child._buffers, vars(child))
         replaced += [(place, key, value) for place in places for key, value in place.items() if _holds_any(value)]
-    try:
-        for place, key, value in replaced:
-            # Lists, as torch's recurrent layers have of their weights.
-            place[key] = [fake(each) for each in value] if isinstance(value, list) else fake(value)
-        yield {id(parameter): name for name, parameter in module.named_parameters()}
-    finally:
-        for place, key, value in replaced:
-            place[key] = value
+    for place, key, value in replaced:
+        # Lists, as torch's recurrent layers have of their weights.
+        place[key] = [fake(each) for each in value] if isinstance(value, list) else fake(value)
+    return replaced
 
 
 def _has_to_be_fake(value: Any) -> bool:
@@ -56,9 +78,9 @@ def _holds_any(value: Any) -> bool:
     return any(map(_has_to_be_fake, value)) if isinstance(value, list) else _has_to_be_fake(value)
 
 
-def _fake(value: Tensor, mode: FakeTensorMode) -> Tensor:
+def _fake(value: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
     with mode:
-        fake = torch.empty(value.shape, dtype=value.dtype, device="cpu" if value.is_meta else value.device)
+        fake = torch.empty(value.shape, dtype=value.dtype, device=device)
     if not isinstance(value, nn.Parameter):
         return fake
     parameter = nn.Parameter(fake, requires_grad=value.requires_grad)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
@@ -28,9 +29,18 @@ _FINITE: Mapping[Function, bool] = MappingProxyType(
 )
 
 
+# Where classes of tensors come from that stand for others in a fake run.
+_LIBRARIES = ("torch", "lightning_3d")
+
+
 def is_hidden(value: object) -> bool:
-    """Returns whether a value is a tensor without values."""
-    return isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter)
+    """Returns whether a value is a tensor without values; those of a user's own class have some."""
+    if not isinstance(value, Tensor):
+        return False
+    kind = type(value)
+    if kind is Tensor or kind is nn.Parameter:
+        return False
+    return kind is FakeTensor or kind.__module__.partition(".")[0] in _LIBRARIES
 
 
 def reads_values(function: Function, failure: Exception) -> bool:
@@ -50,7 +60,7 @@ def all_finite(function: Function, args: tuple[Any, ...]) -> Tensor | None:
     """Returns the answer of ``isfinite`` and its like for a hidden tensor, with values; None for other functions."""
     if function not in _FINITE or not args or not is_hidden(args[0]):
         return None
-    return torch.full(tuple(args[0].shape), _FINITE[function])
+    return torch.full(tuple(args[0].shape), _FINITE[function], device=args[0].device)
 
 
 def with_positions(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -45,6 +46,8 @@ class ModuleCopies:
         self._stages: StagesOnRank | None = None
         self._holders: Holders | None = None
         self._made: list[tuple[weakref.ref[nn.Module], str]] = []
+        # Tensors that were kept beside the module when it was cut, by the collection that keeps them.
+        self._kept: dict[int, tuple[Any, list[tuple[Any, str]]]] = {}
         # Identities of the modules that have whole parameters for the duration of a call.
         self._whole: frozenset[int] = frozenset()
         serve_copying(module, "", self._add)
@@ -77,8 +80,24 @@ class ModuleCopies:
         for (holder, at), name in beside.tensors:
             original = self._module.get_parameter(name)
             holder[at] = alike(holder[at], original)
+            self._kept.setdefault(id(holder), (holder, []))[1].append((at, name))
             if holders is not None:
                 holders.follow_tensor(holder[at], original)
+
+    def pairs(self) -> list[list[tuple[Tensor, Tensor]]]:
+        """Returns for every copy its parameters and buffers, each with that of the module."""
+        originals = dict(chain(self._module.named_parameters(remove_duplicate=False), self._module.named_buffers()))
+        found = [
+            [
+                (tensor, originals[".".join(filter(None, (name, inner)))])
+                for inner, tensor in chain(copied.named_parameters(), copied.named_buffers())
+            ]
+            for reference, name in self._made
+            if (copied := reference()) is not None
+        ]
+        return found + [
+            [(holder[at], originals[name]) for at, name in places] for holder, places in self._kept.values()
+        ]
 
     def bring_buffers(self) -> None:
         """Gives every rank the running statistics of copies as the rank has them that counts. A collective."""

@@ -15,11 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_3d.checkpoint.layout import every_name
+from lightning_3d.checkpoint.structure import Structure
 from lightning_3d.config.schema import StrategyConfig
 from lightning_3d.errors import ModuleError
 from lightning_3d.graph.beside import kept_beside
 from lightning_3d.graph.compiled import compiled_parts
 from lightning_3d.graph.compiling import check_compiler
+from lightning_3d.graph.on_device import on_device
 from lightning_3d.graph.parameters import class_name
 from lightning_3d.initial.broadcast import BufferBroadcast
 from lightning_3d.initial.replay import InitTape
@@ -55,6 +57,7 @@ class AppliedModule:
         copies: Copies of it that stand beside it.
         doors: Its methods that know the mesh, while a Trainer runs it.
         layouts: How the tensor axis cuts parameters, by every name that a checkpoint has for them.
+        structure: Which classes it is made of, for checkpoints.
         proof: Whether the plan of its tensor axis was proved; None without one.
         presence: What the ranks of its pipeline have; None without a pipeline axis.
         pipeline_report: What its pipeline costs; None without a pipeline axis.
@@ -67,6 +70,7 @@ class AppliedModule:
     copies: ModuleCopies
     doors: ModuleDoors
     layouts: Mapping[str, Layout]
+    structure: Structure
     proof: Proof | Skipped | None = None
     presence: Presence | None = None
     pipeline_report: PipelineReport | None = None
@@ -105,7 +109,7 @@ def apply_module(
         ModuleError: It is cut already, or on the meta device without a recording.
     """
     _check(module, run.device, spec=spec, config=config, tape=tape)
-    beside = kept_beside(getattr(module._trainer, "callbacks", ()), module)
+    structure, beside = Structure.of(module), kept_beside(getattr(module._trainer, "callbacks", ()), module)
     precision.convert_module(module)
     plan = _planned(module, run, spec=spec, config=config, casts=precision.shards_cast, step=step)
     copies = ModuleCopies(module, run.world_group, run.data_group)
@@ -134,6 +138,7 @@ def apply_module(
         copies=copies,
         doors=ModuleDoors(module, hook_values(presence, holders)),
         layouts=every_name(module, plan.layouts),
+        structure=structure,
         proof=proof,
         presence=presence,
         pipeline_report=None if step is None else _pipeline_report(plan, step.microbatches, module),
@@ -173,7 +178,9 @@ def _planned(
         share_gradient_hooks(module, run.world_group)
     # Manual optimization runs backward inside the step, which only an engine of units can follow.
     inside = not module.automatic_optimization and spec.data > 1
-    return agreed_plan(make_plan(module, spec, config, casts=casts, backward_inside=inside, step=step), run.world_group)
+    with on_device(module, run.device):
+        plan = make_plan(module, spec, config, casts=casts, backward_inside=inside, step=step)
+    return agreed_plan(plan, run.world_group)
 
 
 def _pipeline_report(plan: Plan, microbatches: int, module: LightningModule) -> PipelineReport | None:

@@ -24,7 +24,6 @@ from lightning_3d.mesh.spec import MODEL_GROUP
 from lightning_3d.parallel.data.normalisation import normalise_over_ranks
 from lightning_3d.plan import ReplayOptions, unwatch_calls, watch_calls
 from lightning_3d.strategy.explaining import ExplainingStrategy
-from lightning_3d.strategy.faults.replicas import share_generators
 from lightning_3d.strategy.life import (
     AppliedModule,
     apply_module,
@@ -35,8 +34,9 @@ from lightning_3d.strategy.life import (
 from lightning_3d.strategy.logging.logged import LoggedValues
 from lightning_3d.strategy.logging.metrics import MetricDoors
 from lightning_3d.strategy.run import evaluate_without_inference_mode
-from lightning_3d.strategy.setup.first_step import BegunLoaders, FirstStep
+from lightning_3d.strategy.setup.first_step import BegunLoaders, take_first_step
 from lightning_3d.strategy.setup.optimizers import check_separable, reads_loss
+from lightning_3d.strategy.setup.pretrained import read_pretrained
 from lightning_3d.strategy.setup.refusals import refuse_own_training
 from lightning_3d.strategy.steps.evaluation import Evaluator
 from lightning_3d.strategy.steps.runner import BatchRunner
@@ -160,8 +160,10 @@ class Mesh3DStrategy(ExplainingStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             for owner in (self.lightning_module, getattr(trainer, "datamodule", None)):
                 self._on_mesh.checkpoints.check_hyper_parameters(owner)
-        applied = self._apply()
-        run = self._on_mesh
+        run, before, applied = self._on_mesh, self._applied, self._apply()
+        # One that ran before, or that a checkpoint was loaded into, has its weights.
+        if applied is not before:
+            read_pretrained(applied, self.config, run.world_group)
         replay = ReplayOptions(compile=self.config.compile) if self.config.replay else None
         watch_calls(
             applied.module,
@@ -212,13 +214,11 @@ class Mesh3DStrategy(ExplainingStrategy):
         if self._applied is None or self._applied.module is not module:
             step = None
             if self.mesh_spec.size(MODEL_GROUP) > 1:
-                share_generators(self._on_mesh.model_group)
                 cut = MicroBatches(module, self.config) if pipelined else None
-                step = FirstStep(module.trainer, module, self._precision, data_rank=self.data_rank, cut=cut)
+                step = take_first_step(module, self._on_mesh, self._precision, data_rank=self.data_rank, cut=cut)
                 self._on_mesh.same_batches.shapes(step.args[0])
                 # Not the step itself: its batch must not live as long as the run.
                 self._begun_loaders = step.begun
-                self._on_mesh.callbacks.summaries.make(module)
             self._applied = apply_module(
                 module,
                 self._on_mesh,

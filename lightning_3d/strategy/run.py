@@ -25,6 +25,7 @@ from lightning_3d.strategy.faults.nonfinite import FiniteCheck
 from lightning_3d.strategy.faults.replicas import ReplicaCheck, alike, drawing_alike
 from lightning_3d.strategy.faults.signals import SignalsOfAll
 from lightning_3d.strategy.faults.stopping import CommonStop
+from lightning_3d.strategy.loaded import Origin
 from lightning_3d.strategy.logging.collectives import DataCollectives
 from lightning_3d.strategy.logging.named import NamedValues
 from lightning_3d.strategy.setup.callbacks import CallbackDoors
@@ -75,6 +76,7 @@ class RunOnMesh:
             distributed=config.save_distributed_checkpoint,
             group=self.world_group,
             device=device,
+            origin=Origin(data=spec.data, pipeline=spec.pipeline, tensor=spec.tensor, zero_stage=config.zero_stage),
             timeout=timeout if config.async_save else None,
         )
 

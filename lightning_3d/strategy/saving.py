@@ -24,6 +24,7 @@ from lightning_3d.checkpoint.gathering import full_state_dict, gather_named, gat
 from lightning_3d.checkpoint.layout import as_saved, canonical, module_state
 from lightning_3d.checkpoint.members import Members, members_of
 from lightning_3d.checkpoint.optimizers import optimizer_state
+from lightning_3d.checkpoint.report import LoadReport
 from lightning_3d.errors import CheckpointError, ModuleError
 from lightning_3d.initial.broadcast import BufferBroadcast
 from lightning_3d.log import get_logger
@@ -153,6 +154,11 @@ class SavingStrategy(MeshStrategy):
         applied.copies.bring_buffers()
 
     @property
+    def load_report(self) -> LoadReport | None:
+        """What became of the checkpoint that was loaded last: restored, converted, edited, missing, not used."""
+        return None if self._run is None else self._run.checkpoints.report
+
+    @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
         """False: hooks then run in the order of one device, and ``weights_only`` arrives; see `load_checkpoint`."""
@@ -208,6 +214,7 @@ class SavingStrategy(MeshStrategy):
             path,
             applied.layouts,
             applied.presence,
+            structure=applied.structure,
             places=self._on_mesh.places.now(applied.module.trainer),
             writer=writer,
             storage_options=storage_options,
@@ -235,7 +242,12 @@ class SavingStrategy(MeshStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         applied = self._module_on_mesh
         self._on_mesh.checkpoints.load_module(
-            checkpoint, applied.module, applied.layouts, strict=strict, presence=applied.presence
+            checkpoint,
+            applied.module,
+            applied.layouts,
+            strict=strict,
+            structure=applied.structure,
+            presence=applied.presence,
         )
 
     @override
@@ -248,7 +260,7 @@ class SavingStrategy(MeshStrategy):
 
     @override
     def on_train_start(self) -> None:
-        self._on_mesh.checkpoints.begin_training()
+        self._on_mesh.checkpoints.begin_training(self._module_on_mesh.module.trainer)
         self._on_mesh.places.begin_training()
         self._listen()
 
@@ -272,8 +284,10 @@ class SavingStrategy(MeshStrategy):
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
-        if self._own_io is not None or not self._on_mesh.checkpoints.remove(str(filepath)):
+        if self._own_io is not None:
             super().remove_checkpoint(filepath)
+        else:
+            self._on_mesh.checkpoints.remove(str(filepath))
 
     @property
     def _own_io(self) -> CheckpointIO | None:

@@ -9,7 +9,7 @@ LIBRARY = "lightning_3d"
 FLOORS = (
     ("__main__",),
     ("cli",),
-    ("train", "callbacks", "doctor", "verify"),
+    ("train", "callbacks", "doctor", "verify", "convert"),
     ("strategy", "dryrun"),
     ("planner",),
     ("plan",),

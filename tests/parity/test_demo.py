@@ -7,6 +7,7 @@ from tests.parity.demo import PAIRS, losses, table
 _SHORT = ("data.max_bytes=300000",)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.spmd
 @pytest.mark.timeout(600)

@@ -29,6 +29,8 @@ def fits(here: Here) -> list[weakref.ref[Any]]:
 
 
 def left(rank: int, world: int, mesh: Mesh) -> list[str]:
+    # Workers of the pool have frozen what earlier calls left.
+    gc.unfreeze()
     kept = fits(Here(mesh=mesh, rank=rank, directory=Path()))
     # Threads of gloo let the last tensors go a moment after they were sent.
     for _ in range(_LOOKS):

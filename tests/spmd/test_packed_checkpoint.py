@@ -11,7 +11,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from lightning_3d.checkpoint.gathering import full_state_dict, gather_whole
 from lightning_3d.checkpoint.packed import PackedTensor
-from lightning_3d.checkpoint.restore import load_module, load_module_state, open_checkpoint, read_module_state
+from lightning_3d.checkpoint.restore import load_module, open_checkpoint, read_module_state
+from lightning_3d.checkpoint.weights import load_module_state
 from lightning_3d.errors import CheckpointError
 from lightning_3d.mesh.spec import MeshSpec
 from tests.marks import more

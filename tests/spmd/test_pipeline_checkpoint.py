@@ -17,11 +17,11 @@ from lightning_3d.checkpoint.absent import AbsentTensor, unknown
 from lightning_3d.checkpoint.gathering import full_state_dict, gather_whole, with_other_state
 from lightning_3d.checkpoint.restore import (
     load_module,
-    load_module_state,
     open_checkpoint,
     read_module_state,
 )
 from lightning_3d.checkpoint.store import CheckpointState, save
+from lightning_3d.checkpoint.weights import load_module_state
 from lightning_3d.errors import CheckpointError
 from lightning_3d.initial.broadcast import BufferBroadcast
 from lightning_3d.mesh.spec import MeshSpec

@@ -195,7 +195,7 @@ def assert_same(world: int, *cases: Case, tolerance: float = 1e-12) -> None:
         assert seen == set(plain), case
 
 
-@pytest.mark.parametrize("schedule", [more("gpipe"), "1f1b", more("interleaved1f1b"), "zbvzerobubble"])
+@pytest.mark.parametrize("schedule", [more("gpipe"), "1f1b", more("interleaved1f1b"), more("zbvzerobubble")])
 def test_every_stage_of_zero_in_schedules(schedule: str) -> None:
     cases = [Case(schedule=schedule, zero=zero, accumulate=times) for zero in range(4) for times in (1, 2)]
     assert_same(4, *cases)

@@ -116,7 +116,7 @@ def saved_and_resumed(tmp_path: Path, source: Any, target: Any, worlds: tuple[in
         (PIPE, ALONE, (2, 1)),
         (ALONE, TURNS, (1, 2)),
         (DATA, TENSOR, (4, 4)),
-        (TENSOR, DATA, (4, 4)),
+        more(TENSOR, DATA, (4, 4)),
     ],
     ids=["pipeline to one", "one to pipeline", "data to tensor", "tensor to data"],
 )

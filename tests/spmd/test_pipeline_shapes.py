@@ -60,7 +60,7 @@ def test_shapes_that_change(schedule: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "zero"), [("1f1b", 1), more("interleaved1f1b", 2), ("zbvzerobubble", 3), more("1f1b", 0)]
+    ("schedule", "zero"), [("1f1b", 1), more("interleaved1f1b", 2), more("zbvzerobubble", 3), more("1f1b", 0)]
 )
 def test_shapes_that_change_beside_the_data_axis(schedule: str, zero: int) -> None:
     # Both data ranks see the same batches, so that their mean is one device's.

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.demos.boring_classes import BoringModel
 
+from tests.marks import more
 from tests.spmd.pool import MOST_RANKS, SpmdError, run_spmd, shared_pool
 
 pytestmark = pytest.mark.spmd
@@ -225,7 +226,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     "ending",
     [
-        "os.kill(os.getpid(), signal.SIGKILL)",
+        more("os.kill(os.getpid(), signal.SIGKILL)"),
         "threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start(); run_spmd(test_pool.hangs, 2)",
     ],
     ids=["killed", "interrupted"],

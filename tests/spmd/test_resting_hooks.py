@@ -145,8 +145,8 @@ def test_in_every_hook_of_a_pipeline(zero: int) -> None:
     seen_alike(in_stages, 4, timeout=200, zero_stage=zero, **mesh)
 
 
-# One mesh for each scenario, and all others where there is time.
-QUICK = {(averaged, "data 2, zero 3"), (clamped, "tensor 2 x data 2, zero 1"), (rewritten, "data 2, zero 1")}
+# One mesh for two scenarios, and all others where there is time.
+QUICK = {(averaged, "data 2, zero 3"), (rewritten, "data 2, zero 1")}
 CELLS = [(case if case in QUICK else more(*case)) for case in itertools.product((averaged, clamped, rewritten), MESHES)]
 
 

@@ -70,7 +70,7 @@ def fit(
         more({"zero_stage": 0}, "32-true"),
         more({"zero_stage": 1, "num_microbatches": 2}, "16-mixed"),
         ({"zero_stage": 3}, "bf16-master"),
-        ({"zero_stage": 2, "save_distributed_checkpoint": False}, "bf16-mixed"),
+        more({"zero_stage": 2, "save_distributed_checkpoint": False}, "bf16-mixed"),
     ],
     ids=str,
 )

@@ -58,7 +58,7 @@ def nothing(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "failing"), [more(MESHES[0], 1), more(MESHES[1], 1), (MESHES[2], 1), (MESHES[2], None)], ids=str
+    ("strategy", "failing"), [more(MESHES[0], 1), more(MESHES[1], 1), (MESHES[2], 1), more(MESHES[2], None)], ids=str
 )
 def test_a_failure_that_not_all_ranks_see_is_told_at_once(
     strategy: dict[str, Any], failing: int | None, tmp_path: Path

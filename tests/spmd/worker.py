@@ -107,13 +107,17 @@ def _answer(rank: int, call: Call) -> Reply:
         # Peers that wait for this rank notice the closed group at once.
         if dist.is_initialized():
             dist.destroy_process_group()
+        # What is left stays for good, modules above all: looking through them again takes longer than most calls.
         gc.collect()
+        gc.freeze()
 
 
 def _run(function: Callable[..., Any], rank: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if call.process_group:
         # Longer than the call's own limit, so that a hang is reported with stacks instead of gloo's timeout.
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2 * call.timeout))
+        # A function that ends at once would close its connections while slower ranks still make theirs.
+        dist.barrier()
     return function(rank, call.world, *args, **kwargs)
 
 

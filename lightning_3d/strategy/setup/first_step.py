@@ -20,8 +20,11 @@ from lightning_3d.batches.micro import MicroBatches
 from lightning_3d.batches.peek import first_batch
 from lightning_3d.errors import BatchError
 from lightning_3d.graph.calls import shadow
+from lightning_3d.graph.on_device import on_device
 from lightning_3d.graph.quiet import quiet
 from lightning_3d.precision import Mesh3DPrecision
+from lightning_3d.strategy.faults.replicas import share_generators
+from lightning_3d.strategy.run import RunOnMesh
 
 _STAGES: Mapping[TrainerFn, str] = {
     TrainerFn.FITTING: "training",
@@ -156,6 +159,32 @@ class FirstStep:
             batch = self._precision.convert_input(batch)
             batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
             return self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+
+def take_first_step(
+    module: LightningModule,
+    run: RunOnMesh,
+    precision: Mesh3DPrecision,
+    *,
+    data_rank: int,
+    cut: MicroBatches | None,
+) -> FirstStep:
+    """Takes the first batch of a run whose module is still whole, and makes the summaries that need it whole.
+
+    All ranks call it: those that see the same data draw the same random numbers from here on.
+
+    Args:
+        module: The module, its Trainer connected.
+        run: The mesh of this process.
+        precision: See `FirstStep`.
+        data_rank: See `FirstStep`.
+        cut: See `FirstStep`.
+    """
+    share_generators(run.model_group)
+    with on_device(module, run.device):
+        step = FirstStep(module.trainer, module, precision, data_rank=data_rank, cut=cut)
+        run.callbacks.summaries.make(module)
+    return step
 
 
 def _give_once_more(owner: object, name: str, loaders: Any) -> None:

@@ -54,6 +54,73 @@ def test_an_index_cannot_run_code_or_leave_the_directory(tmp_path: Path) -> None
             opened(path)
 
 
+def _with_index(path: Path, change: Callable[[Any], None]) -> None:
+    index = path / ".metadata"
+    content = pickle.loads(index.read_bytes())
+    change(content)
+    index.write_bytes(pickle.dumps(content))
+
+
+@pytest.mark.parametrize(
+    "name", ["sub/../../secret", "..", "/etc/passwd", "file:///etc/passwd", "memory://secret", "link", "folder/secret"]
+)
+def test_names_in_an_index_stay_inside(tmp_path: Path, name: str) -> None:
+    """Links are followed: what they lead to is outside too."""
+    path = tmp_path / "a.ckpt"
+    model = Model()
+    save_all(path, model, [], distributed=True)
+    shutil.copytree(path, tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "secret").write_bytes((path / "__0_0.distcp").read_bytes())
+    (path / "link").symlink_to(tmp_path / "elsewhere" / "secret")
+    (path / "folder").symlink_to(tmp_path / "elsewhere")
+
+    def leave(index: Any) -> None:
+        for entry in index.storage_data.values():
+            entry.relative_path = name
+
+    _with_index(path, leave)
+    with pytest.raises(CheckpointError, match="names a file outside the checkpoint"):
+        opened(path)
+
+
+def test_a_link_to_a_checkpoint_is_one(tmp_path: Path) -> None:
+    save_all(tmp_path / "a.ckpt", Model(), [], distributed=True)
+    (tmp_path / "last.ckpt").symlink_to(tmp_path / "a.ckpt")
+    load_module(opened(tmp_path / "last.ckpt"), Model(), strict=True, group=None)
+
+
+class Evaluates:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (eval, ("__import__('pathlib').Path('/tmp/lightning_3d_must_not_exist').touch()",))
+
+
+@pytest.mark.parametrize("place", ["storage_data", "planner_data", "state_dict_metadata"])
+@pytest.mark.parametrize("payload", [Payload, Evaluates])
+def test_an_index_with_code_in_it_runs_none(tmp_path: Path, place: str, payload: type) -> None:
+    path = tmp_path / "a.ckpt"
+    save_all(path, Model(), [], distributed=True)
+    _with_index(path, lambda index: setattr(index, place, {**getattr(index, place), "x": payload()}))
+    with pytest.raises(CheckpointError, match="not the index of a checkpoint"):
+        opened(path)
+    assert not Path("/tmp/lightning_3d_must_not_exist").exists()
+
+
+def test_tensors_with_code_in_them_run_none(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    save_all(path, Model(), [], distributed=True)
+    torch.save(Payload(), path / "__0_0.distcp")
+    size = (path / "__0_0.distcp").stat().st_size
+
+    def whole_file(index: Any) -> None:
+        for entry in index.storage_data.values():
+            entry.offset, entry.length = 0, size
+
+    _with_index(path, whole_file)
+    with pytest.raises(CheckpointError, match="could not read the checkpoint"):
+        load_module(opened(path), Model(), strict=True, group=None)
+    assert not Path("/tmp/lightning_3d_must_not_exist").exists()
+
+
 def _remove(name: str) -> Callable[[Path], None]:
     return lambda path: (path / name).unlink()
 

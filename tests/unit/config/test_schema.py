@@ -66,7 +66,7 @@ def test_possible(values: dict[str, Any]) -> None:
         ({"pipeline_stack": ["a", ""]}, "must be a module's name, a list of names or null"),
         ({"compile": True, "tensor_parallel_size": 2, "replay": False}, "needs replay=True"),
         ({"start_method": "threads"}, "must be one of auto, popen, spawn, fork, forkserver"),
-        ({"pretrained": "llama"}, "pretrained='llama' is not available in this release"),
+        ({"pretrained_strict": False}, "is about pretrained=DIR, which is not given"),
         ({"async_save": True, "save_distributed_checkpoint": False}, "needs save_distributed_checkpoint=True"),
     ],
 )

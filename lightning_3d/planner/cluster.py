@@ -1,0 +1,140 @@
+"""A cluster as data: devices, their memory and speed, and what joins them, level by level."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from lightning_3d.config.search import conf_dir
+from lightning_3d.errors import ConfigError, nearest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Level:
+    """What joins devices: the links inside a node, the network between nodes, a network above that.
+
+    Attributes:
+        name: How it is called in reports.
+        bandwidth: Bytes per second that a device sends through it, in one direction; where devices share a link, the
+            share of one.
+        latency: Seconds until the first byte arrives.
+        devices: Devices that it joins; None: all.
+    """
+
+    name: str
+    bandwidth: float
+    latency: float
+    devices: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """Equal devices in equal nodes.
+
+    Attributes:
+        name: How it is called.
+        device: The device.
+        memory: Bytes of a device's memory.
+        memory_bandwidth: Bytes per second of a device's memory.
+        peak_flops: Operations per second of matrix products, by dtype: "bf16", "fp32", "fp64".
+        matmul_efficiency: Share of the peak that large products reach.
+        levels: What joins the devices, the innermost first.
+        nodes: Number of nodes.
+        time_band: How far, as a share, nine of ten published step times were from the prediction for this kind of
+            device.
+        source: Where the figures come from.
+
+    Raises:
+        ConfigError: A figure is missing or not positive, or the levels do not grow.
+    """
+
+    name: str
+    device: str
+    memory: float
+    memory_bandwidth: float
+    peak_flops: Mapping[str, float]
+    levels: tuple[Level, ...]
+    nodes: int = 1
+    matmul_efficiency: float = 0.7
+    time_band: float = 0.4
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        positive = {name: getattr(self, name) for name in ("memory", "memory_bandwidth", "nodes", "matmul_efficiency")}
+        positive |= {f"levels.{one.name}.bandwidth": one.bandwidth for one in self.levels}
+        positive |= {f"peak_flops.{dtype}": value for dtype, value in self.peak_flops.items()}
+        for name, value in positive.items():
+            if not value > 0:
+                raise ConfigError(f"cluster {self.name}: {name}={value!r} is not positive.")
+        if not self.levels or "bf16" not in self.peak_flops:
+            raise ConfigError(f"cluster {self.name} needs peak_flops.bf16 and at least one level.")
+        sizes = [one.devices or 0 for one in self.levels[:-1]]
+        if 0 in sizes or sorted(set(sizes)) != sizes:
+            raise ConfigError(f"cluster {self.name}: each level has to join more devices than the one before: {sizes}")
+
+    @property
+    def devices_per_node(self) -> int:
+        """Devices that the innermost level joins."""
+        return self.levels[0].devices or 1
+
+    @property
+    def devices(self) -> int:
+        """Devices in all."""
+        return self.nodes * self.devices_per_node
+
+    def flops(self, computed: float) -> float:
+        """Returns the peak of matrix products.
+
+        Args:
+            computed: Bytes of an element.
+        """
+        dtype = "bf16" if computed <= 2 else "fp32" if computed <= 4 else "fp64"
+        return self.peak_flops.get(dtype, self.peak_flops["bf16"])
+
+    def with_nodes(self, nodes: int) -> Cluster:
+        """Returns the same cluster with another number of nodes."""
+        return replace(self, nodes=nodes)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Cluster:
+        """Returns the cluster that a file of conf/cluster describes.
+
+        Args:
+            values: Its keys; ``levels`` is a mapping from a level's name to its attributes.
+
+        Raises:
+            ConfigError: A key is unknown or missing, or a figure is impossible.
+        """
+        known = {one.name for one in fields(cls)}
+        unknown = [f"{key} (did you mean {nearest(key, known)}?)" for key in values if key not in known]
+        missing = sorted(known & {"name", "device", "memory", "memory_bandwidth", "peak_flops", "levels"} - set(values))
+        if unknown or missing:
+            raise ConfigError(f"a cluster has no {unknown or missing}.", valid=sorted(known))
+        given = dict(values)
+        given["levels"] = tuple(Level(name=name, **one) for name, one in values["levels"].items() if one is not None)
+        given["peak_flops"] = MappingProxyType({dtype: float(peak) for dtype, peak in values["peak_flops"].items()})
+        return cls(**given)
+
+
+@lru_cache(maxsize=32)
+def load_cluster(name: str) -> Cluster:
+    """Returns a packaged cluster.
+
+    Args:
+        name: Of a file in conf/cluster, without its ending.
+
+    Raises:
+        ConfigError: There is no such file.
+    """
+    files = {path.stem: path for path in sorted((conf_dir() / "cluster").glob("*.yaml"))}
+    if name not in files:
+        close = nearest(name, files)
+        raise ConfigError(f"there is no cluster {name!r}.", valid=files, fix=f"cluster={close}" if close else None)
+    values = OmegaConf.to_container(OmegaConf.load(files[name]), resolve=True)
+    assert isinstance(values, dict)
+    return Cluster.from_mapping({str(key): value for key, value in values.items()})

@@ -1,0 +1,231 @@
+"""The verb ``plan``: which mesh, why, how much memory and time; estimates, not measurements."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from lightning_3d.config.compose import compose_run
+from lightning_3d.errors import ConfigError, Lightning3DError
+from lightning_3d.planner.article import Look, look_at
+from lightning_3d.planner.decoder import decoder_model
+from lightning_3d.planner.model import ModelGraph, total_parameters
+from lightning_3d.planner.picture import save_picture
+from lightning_3d.planner.prediction import ESTIMATE, Prediction
+from lightning_3d.planner.pricing import Pricer
+from lightning_3d.planner.request import Request, read_request
+from lightning_3d.planner.search import Found, search
+from lightning_3d.planner.steps import Rule, apply_rule
+from lightning_3d.planner.traffic import step_traffic
+from lightning_3d.units import counted, format_count
+
+_JSON, _CONFIG_DIR = "--json", "--config-dir"
+
+# From a configuration to the model of its module, for modules that are no reference decoders.
+Trace = Callable[[DictConfig], ModelGraph]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What the planner answers.
+
+    Attributes:
+        request: What it was asked.
+        parameters: Elements of the model's parameters.
+        found: What the search found; None if it was not asked for.
+        rule: The rule of thumb, applied.
+        look: The given mesh, looked at; None if there is none.
+        rank: How many meshes of the search are faster than the given one; None without both.
+        traffic: What a rank sends on the given mesh, or on the best one.
+    """
+
+    request: Request
+    parameters: int
+    found: Found | None = None
+    rule: Rule | None = None
+    look: Look | None = None
+    rank: int | None = None
+    traffic: str = ""
+
+    def __str__(self) -> str:
+        request = self.request
+        cluster = request.cluster
+        parts = [
+            f"plan of {request.name} on {counted(request.devices, 'device')}: {cluster.name}, "
+            f"{counted(cluster.nodes, 'node')} of {cluster.devices_per_node} {cluster.device}   [{ESTIMATE}]\n"
+            f"{format_count(self.parameters)} parameters, {request.space.global_size} samples in a step, "
+            f"{request.bytes_recipe}"
+        ]
+        if self.rule is not None:
+            parts.append(f"A rule of thumb in five steps\n{self.rule}")
+        if self.found is not None:
+            parts.append(_found_text(self.found, request))
+        if self.look is not None:
+            place = ""
+            if self.rank is not None and self.found is not None:
+                best = self.found.best[0].step_seconds
+                slower = self.look.given.step_seconds / best - 1
+                place = f": {self.rank} shown or rejected meshes are faster, the best by {slower:.1%} of its time"
+            parts.append(f"The mesh as given{place}\n{self.look}")
+        if self.traffic:
+            parts.append(f"What a rank sends in a step\n{self.traffic}")
+        return "\n\n".join(parts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns everything as plain containers."""
+        found, rule = self.found, self.rule
+        return {
+            "name": self.request.name,
+            "estimate": ESTIMATE,
+            "cluster": self.request.cluster.name,
+            "devices": self.request.devices,
+            "parameters": self.parameters,
+            "global_size": self.request.space.global_size,
+            "steps": [
+                {"question": step.question, "number": step.number, "decision": step.decision}
+                for step in (rule.steps if rule else ())
+            ],
+            "readings": [
+                {"name": one.name, "verdict": one.verdict, "mesh": one.mesh and one.mesh.as_dict()}
+                for one in (rule.readings if rule else ())
+            ],
+            "best": [
+                {**one.as_dict(), "overrides": overrides(one, self.request)} for one in (found.best if found else ())
+            ],
+            "rejected": [{"mesh": one.mesh, "reason": one.reason} for one in (found.rejected if found else ())],
+            "searched": found and {"priced": found.priced, "fitting": found.fitting, "seconds": found.seconds},
+            "given": self.look and self.look.given.as_dict(),
+            "facts": list(self.look.facts) if self.look else [],
+            "claims": [
+                {"said": one.said, "found": one.found, "holds": one.holds}
+                for one in (self.look.claims if self.look else ())
+            ],
+        }
+
+
+def run(arguments: Sequence[str], *, trace: Trace | None = None) -> int:
+    """Plans as a command line asks.
+
+    Args:
+        arguments: Hydra's overrides without the verb; ``--json`` prints plain data, ``--config-dir DIR`` adds a
+            directory of configuration.
+        trace: Makes the model of a module that is no reference decoder.
+
+    Returns:
+        0 if a mesh was found or priced, 1 if nothing fits.
+
+    Raises:
+        Lightning3DError: The configuration is impossible.
+    """
+    words = list(arguments)
+    words = ["json=true" if word == _JSON else word for word in words]
+    directory = None
+    if _CONFIG_DIR in words:
+        at = words.index(_CONFIG_DIR)
+        directory = Path(words[at + 1])
+        del words[at : at + 2]
+    cfg = compose_run(words, config_name="plan", config_dir=directory)
+    answer = plan(cfg, trace=trace)
+    print(json.dumps(answer.as_dict(), indent=2) if cfg.json else answer)
+    shown = answer.found.best if answer.found else ()
+    if answer.request.picture:
+        given = (answer.look.given,) if answer.look else ()
+        save_picture(answer.request.picture, (*shown, *given), title=answer.request.name)
+    return 0 if answer.found is None or shown else 1
+
+
+def plan(cfg: DictConfig, *, trace: Trace | None = None) -> Answer:
+    """Returns the planner's answer to a composed configuration.
+
+    Args:
+        cfg: The configuration, of ``plan.yaml``.
+        trace: Makes the model of a module that is no reference decoder.
+
+    Raises:
+        Lightning3DError: The configuration is impossible.
+    """
+    request = read_request(cfg)
+    if request.shape is not None:
+        model: ModelGraph = decoder_model(request.shape)
+    elif trace is not None:
+        model = trace(cfg)
+    else:
+        raise ConfigError(
+            f"the model of {request.name} is no reference decoder, and nothing here can trace it.",
+            valid="lightning_3d.reference.gpt.GPT, lightning_3d.reference.llama.Llama",
+        )
+    pricer = Pricer(model, request.cluster, request.bytes_recipe)
+    parameters = total_parameters(model)
+    if request.evaluate:
+        assert request.given is not None, "the request was checked"
+        look = look_at(pricer, request.given)
+        traffic = str(step_traffic(pricer.shared, request.given))
+        return Answer(request=request, parameters=parameters, look=look, traffic=traffic)
+    found = search(pricer, request.devices, request.space, top=request.top)
+    rule = apply_rule(pricer, request.devices, request.space, found)
+    given = _look_if_possible(pricer, request)
+    faster = None
+    if given is not None and found.best:
+        faster = sum(one.step_seconds < given.given.step_seconds for one in found.best)
+    return Answer(request=request, parameters=parameters, found=found, rule=rule, look=given, rank=faster)
+
+
+def overrides(one: Prediction, request: Request) -> str:
+    """Returns the overrides that make a training run of a prediction.
+
+    Args:
+        one: The prediction.
+        request: What was asked.
+    """
+    mesh, nodes = one.mesh, -(-one.mesh.devices // request.cluster.devices_per_node)
+    words = {
+        "strategy": "default",
+        "strategy.data_parallel_size": mesh.data_parallel_size,
+        "strategy.data_replicate_size": mesh.data_replicate_size,
+        "strategy.pipeline_parallel_size": mesh.pipeline_parallel_size,
+        "strategy.tensor_parallel_size": mesh.tensor_parallel_size,
+        "strategy.zero_stage": mesh.zero_stage,
+        "strategy.pipeline_schedule": one.pipeline_schedule,
+        "strategy.stages_per_rank": mesh.stages_per_rank,
+        "strategy.sequence_parallel": str(mesh.sequence_parallel).lower(),
+        "strategy.activation_checkpointing": one.activation_checkpointing,
+        "strategy.rank_order": f"'\"{mesh.rank_order}\"'",
+        "batch.micro_size": one.batch.micro_size,
+        "trainer.num_nodes": nodes,
+        "trainer.devices": mesh.devices // nodes,
+    }
+    usual = {"strategy.data_replicate_size": 1, "strategy.sequence_parallel": "false"}
+    if mesh.pipeline_parallel_size == 1:
+        usual |= {name: words[name] for name in ("strategy.pipeline_schedule", "strategy.stages_per_rank")}
+    if mesh.rank_order == "data,pipeline,tensor":
+        usual["strategy.rank_order"] = words["strategy.rank_order"]
+    return " ".join(f"{name}={value}" for name, value in words.items() if usual.get(name) != value)
+
+
+def _look_if_possible(pricer: Pricer, request: Request) -> Look | None:
+    if request.given is None:
+        return None
+    try:
+        return look_at(pricer, request.given)
+    except Lightning3DError:
+        # The search answers all the same; evaluate=true says what is wrong with it.
+        return None
+
+
+def _found_text(found: Found, request: Request) -> str:
+    head = f"Best of {found.priced} meshes priced in {found.seconds:.2f} s, of which {found.fitting} fit"
+    lines = [head]
+    for place, one in enumerate(found.best, 1):
+        lines += [f"{place}) {one}", f"  paste: {overrides(one, request)}"]
+    if not found.best:
+        lines.append("nothing fits; what needs least:")
+        lines.append(str(found.closest) if found.closest is not None else "no mesh divides devices, heads and batch")
+    if found.rejected:
+        lines.append("Rejected")
+        lines += [f"  {one.mesh}: {one.reason}" for one in found.rejected]
+    return "\n".join(lines)

@@ -1,0 +1,107 @@
+"""Bytes on the pipeline rank that holds most, at its worst moment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_3d.planner.bubble import in_flight
+from lightning_3d.planner.case import Case
+from lightning_3d.planner.layout import Kind
+from lightning_3d.planner.prediction import MemoryParts
+from lightning_3d.planner.shared import Shared
+
+
+def footprint(shared: Shared, case: Case) -> tuple[MemoryParts, int, float]:
+    """Returns the bytes of the pipeline rank that holds most, its number, and what it has in flight.
+
+    Args:
+        shared: The model on its cluster.
+        case: What to price.
+
+    Raises:
+        MeshError: The model cannot be cut so.
+    """
+    found = []
+    for kind in shared.layout(case).kinds:
+        # Of equal ranks the first or the last has most in flight, by schedule.
+        waiting = [(_waiting(case, rank), rank) for rank in {kind.first, kind.last}]
+        count, rank = max(waiting)
+        flights = count / case.stages_per_rank
+        memory = _rank_memory(shared, case, kind, flights)
+        found.append((memory.total, rank, memory, flights))
+    _, rank, memory, flights = max(found, key=lambda one: one[0])
+    return memory, rank, flights
+
+
+def _waiting(case: Case, rank: int) -> int:
+    return in_flight(
+        case.schedule,
+        ranks=case.mesh.pipeline_parallel_size,
+        rank=rank,
+        microbatches=case.microbatches,
+        stages_per_rank=case.stages_per_rank,
+    )
+
+
+def _rank_memory(shared: Shared, case: Case, kind: Kind, flights: float) -> MemoryParts:
+    mesh, recipe, tensor = case.mesh, shared.recipe, case.mesh.tensor_parallel_size
+    plain, padded = shared.parameters(mesh, kind)
+    shards, stage = mesh.shards, mesh.zero_stage
+    states = recipe.states(plain, zero_stage=stage, shards=shards)
+    padding = recipe.states(padded - plain, zero_stage=stage, shards=shards).total
+    gathered, reducing = _units_at_work(shared, case, kind)
+    samples, width = case.batch.micro_size, recipe.computed / 2
+    kept = kind.sum(shared.kept_prefix(tensor, mesh.sequence_parallel, case.kind)) * flights
+    again = _working(shared, case, kind.spans) * samples * width
+    logits = 0.0
+    if kind.has_last:
+        last = shared.model.last
+        kept += last.keeps(case.kind).on_rank(tensor, mesh.sequence_parallel)
+        logits = last.logits * shared.software.logit_bytes * samples * width / tensor
+    buffers = 0.0
+    if shared.software.buffers_per_microbatch and mesh.pipeline_parallel_size > 1:
+        ends = kind.has_first + kind.has_last
+        received = 2 * case.stages_per_rank - ends
+        buffers = case.microbatches * received * shared.state(case) * samples
+    return MemoryParts(
+        parameters=states.parameters,
+        gathered_parameters=gathered * recipe.computed,
+        gradients=states.gradients + reducing * recipe.reduced,
+        optimizer=states.optimizer,
+        activations=kept * samples * width,
+        recomputed=again if again >= logits else 0.0,
+        logits=logits if logits > again else 0.0,
+        communication_buffers=buffers,
+        padding=padding,
+    )
+
+
+def _units_at_work(shared: Shared, case: Case, kind: Kind) -> tuple[float, float]:
+    """Elements of whole weights and of whole gradients of the units that gather and reduce at a time."""
+    mesh = case.mesh
+    if not shared.software.shards_by_unit or mesh.shards == 1 or mesh.zero_stage == 0:
+        return 0.0, 0.0
+    tensor = mesh.tensor_parallel_size
+    block = shared.largest_block(tensor)
+    if mesh.zero_stage < 3:
+        return 0.0, block
+    root = shared.ends(tensor, 1, kind)
+    # The root from the first forward to the last backward; a block at work and the next one.
+    return root + 2 * block, max(block, root)
+
+
+def _working(shared: Shared, case: Case, spans: Sequence[tuple[int, int]]) -> float:
+    """Bytes of a sample that one block holds only while it is computed again."""
+    tensor, sequence = case.mesh.tensor_parallel_size, case.mesh.sequence_parallel
+    unfused = not shared.software.fused_attention
+    largest = 0.0
+    for part in {shared.blocks[begin] for begin, end in spans if begin < end}:
+        whole = part.keeps("none").on_rank(tensor, sequence)
+        scores = part.scores / tensor if unfused else 0.0
+        if case.kind == "full":
+            largest = max(largest, whole + scores)
+        elif case.kind == "selective" and shared.software.selective == "products":
+            largest = max(largest, whole - part.keeps("selective").on_rank(tensor, sequence) + scores)
+        elif case.kind == "selective":
+            largest = max(largest, scores)
+    return largest

@@ -1,0 +1,97 @@
+"""The price of a mesh: memory of the rank that holds most, time of a step."""
+
+from __future__ import annotations
+
+from lightning_3d.errors import MeshError
+from lightning_3d.planner.case import Case
+from lightning_3d.planner.cluster import Cluster
+from lightning_3d.planner.constants import FITTED, Constants
+from lightning_3d.planner.footprint import footprint
+from lightning_3d.planner.model import ModelGraph
+from lightning_3d.planner.prediction import MemoryParts, Prediction
+from lightning_3d.planner.shapes import MeshShape
+from lightning_3d.planner.shared import Shared
+from lightning_3d.planner.software import THIS_LIBRARY, Software
+from lightning_3d.planner.step import step_time
+
+
+class Pricer:
+    """Prices meshes for one model on one cluster; the formulas are those of docs/planner.md.
+
+    Args:
+        model: The model.
+        cluster: The cluster.
+        bytes_recipe: Name of the recipe of bytes per parameter.
+        software: What runs.
+        constants: What the formulas leave open.
+
+    Raises:
+        ConfigError: There is no such recipe.
+    """
+
+    def __init__(
+        self,
+        model: ModelGraph,
+        cluster: Cluster,
+        bytes_recipe: str,
+        *,
+        software: Software = THIS_LIBRARY,
+        constants: Constants = FITTED,
+    ) -> None:
+        self.shared = Shared(model, cluster, bytes_recipe, software, constants)
+
+    def predict(self, case: Case) -> Prediction:
+        """Returns the prediction for a case.
+
+        Args:
+            case: What to price.
+
+        Raises:
+            MeshError: The model cannot be cut so.
+        """
+        memory, rank, flights = footprint(self.shared, case)
+        time, hidden = step_time(self.shared, case)
+        samples = case.batch.global_size
+        return Prediction(
+            mesh=case.mesh,
+            batch=case.batch,
+            microbatches=case.microbatches,
+            pipeline_schedule=case.schedule,
+            activation_checkpointing=case.kind,
+            bytes_recipe=self.shared.recipe_name,
+            cluster=self.shared.cluster.name,
+            memory=memory,
+            memory_rank=rank,
+            needed_bytes=self.needed(memory),
+            capacity=self.shared.cluster.memory,
+            time=time,
+            hidden_data_seconds=hidden,
+            in_flight=flights,
+            model_flops=3 * self.shared.flops * samples,
+            hardware_flops=(3 * self.shared.flops + self.shared.again[case.kind]) * samples,
+            peak_flops=self.shared.speed.peak * case.mesh.devices,
+            time_band=self.shared.cluster.time_band,
+        )
+
+    def needed(self, memory: MemoryParts) -> float:
+        """Returns the bytes that a device must have for those that are allocated."""
+        return self.shared.constants.needed_share * memory.total + self.shared.constants.needed_constant
+
+
+def check_mesh(model: ModelGraph, mesh: MeshShape, cluster: Cluster) -> None:
+    """Checks what a mesh asks of a model.
+
+    Args:
+        model: The model.
+        mesh: The mesh.
+        cluster: The cluster.
+
+    Raises:
+        MeshError: Its heads cannot be shared out.
+    """
+    for count in model.heads:
+        if count % mesh.tensor_parallel_size and count > 0 and mesh.tensor_parallel_size > 1:
+            valid = [size for size in range(1, count + 1) if all(heads % size == 0 for heads in model.heads)]
+            raise MeshError(
+                f"tensor_parallel_size={mesh.tensor_parallel_size} does not divide {count} heads.", valid=valid
+            )

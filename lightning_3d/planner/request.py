@@ -1,0 +1,201 @@
+"""From a composed configuration to what the planner is asked: the model, the cluster, the batch, the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_3d.config.batch import num_microbatches
+from lightning_3d.config.schema import ONE_STAGE_SCHEDULES, StrategyConfig
+from lightning_3d.errors import ConfigError
+from lightning_3d.mesh.spec import MeshSpec
+from lightning_3d.planner.case import Case
+from lightning_3d.planner.cluster import Cluster
+from lightning_3d.planner.search import Space
+from lightning_3d.planner.shapes import BatchShape, DecoderShape, MeshShape
+
+_MESH_STRATEGY = "lightning_3d.Mesh3DStrategy"
+_GPT, _LLAMA = "lightning_3d.reference.gpt.GPT", "lightning_3d.reference.llama.Llama"
+_RECIPES: Mapping[str, str] = MappingProxyType(
+    {
+        "32-true": "fp32",
+        "64-true": "fp64",
+        "bf16-true": "pure_bf16",
+        "16-true": "pure_bf16",
+        "bf16-mixed": "autocast",
+        "16-mixed": "autocast",
+        "bf16-master": "bf16_master",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What the planner is asked.
+
+    Attributes:
+        name: Of the run.
+        shape: The model, if it is one of the reference decoders.
+        cluster: The cluster.
+        devices: Devices to use.
+        bytes_recipe: Name of the recipe of bytes per parameter.
+        space: What the search may vary.
+        given: The mesh of the configuration; None if its strategy has none.
+        evaluate: Price the given mesh alone.
+        top: How many meshes to show.
+        picture: Where a picture is written.
+        trial: Steps that the best meshes really run.
+    """
+
+    name: str
+    shape: DecoderShape | None
+    cluster: Cluster
+    devices: int
+    bytes_recipe: str
+    space: Space
+    given: Case | None
+    evaluate: bool
+    top: int
+    picture: str | None
+    trial: int
+
+
+def read_request(cfg: DictConfig) -> Request:
+    """Returns what a configuration asks.
+
+    Args:
+        cfg: The composed configuration of the verb.
+
+    Raises:
+        Lightning3DError: A part of it is missing or impossible.
+    """
+    cluster = Cluster.from_mapping(_plain(cfg.cluster))
+    devices = cluster.devices if cfg.num_devices is None else int(cfg.num_devices)
+    size = cfg.batch.global_size
+    if size is None:
+        raise ConfigError("a plan needs the samples of a step.", fix="batch.global_size=256")
+    size *= int(OmegaConf.select(cfg, "trainer.accumulate_grad_batches", default=1))
+    return Request(
+        name=str(cfg.task_name),
+        shape=decoder_of(cfg),
+        cluster=cluster,
+        devices=devices,
+        bytes_recipe=cfg.bytes_recipe or recipe_of(cfg),
+        space=_space(cfg, size),
+        given=_given(cfg, devices, size),
+        evaluate=bool(cfg.evaluate),
+        top=int(cfg.top),
+        picture=cfg.picture,
+        trial=int(cfg.trial),
+    )
+
+
+def decoder_of(cfg: DictConfig) -> DecoderShape | None:
+    """Returns the shape of the model if it is one of the reference decoders.
+
+    Args:
+        cfg: The composed configuration.
+    """
+    model = OmegaConf.select(cfg, "model.model")
+    target = None if model is None else model.get("_target_")
+    if target not in (_GPT, _LLAMA):
+        return None
+    hidden, heads, length = int(model.hidden_size), int(model.num_heads), int(model.max_length)
+    gated = target == _LLAMA
+    return DecoderShape(
+        layers=int(model.num_layers),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=int(model.get("num_kv_heads") or heads),
+        ffn_hidden=int(model.get("intermediate_size") or 4 * hidden),
+        vocab=int(model.vocab_size),
+        sequence=int(OmegaConf.select(cfg, "data.length", default=length)),
+        gated=gated,
+        tied=bool(model.tie_weights),
+        positions=0 if gated else length,
+    )
+
+
+def recipe_of(cfg: DictConfig) -> str:
+    """Returns the recipe of bytes of the trainer's precision.
+
+    Args:
+        cfg: The composed configuration.
+
+    Raises:
+        ConfigError: The precision is unknown.
+    """
+    precision = str(OmegaConf.select(cfg, "trainer.precision", default="32-true"))
+    plugins = OmegaConf.select(cfg, "trainer.plugins")
+    found: Any = OmegaConf.to_container(plugins, resolve=True) if OmegaConf.is_config(plugins) else None
+    for plugin in found if isinstance(found, list) else [found]:
+        if isinstance(plugin, dict) and str(plugin.get("_target_")).endswith("Mesh3DPrecision"):
+            precision = str(plugin.get("precision") or next(iter(plugin.get("_args_") or [precision])))
+    if precision not in _RECIPES:
+        raise ConfigError(f"trainer.precision={precision} has no recipe of bytes.", valid=_RECIPES)
+    return _RECIPES[precision]
+
+
+def _space(cfg: DictConfig, size: int) -> Space:
+    space = cfg.space
+    return Space(
+        global_size=size,
+        micro_sizes=tuple(2**power for power in range(20) if 2**power <= int(space.largest_micro_size)),
+        zero_stages=tuple(int(stage) for stage in space.zero_stages),
+        kinds=tuple(str(kind) for kind in space.activation_checkpointing),
+        schedules=tuple(str(schedule) for schedule in space.schedules),
+        sequence_parallel=bool(space.sequence_parallel),
+        largest_tensor=space.largest_tensor,
+    )
+
+
+def _given(cfg: DictConfig, devices: int, size: int) -> Case | None:
+    """The mesh of the configuration on these devices; None if it is of another strategy, or does not fit them."""
+    values = _plain(cfg.strategy)
+    if values.get("_target_") != _MESH_STRATEGY:
+        if cfg.evaluate:
+            raise ConfigError("strategy is not Mesh3DStrategy: it has no mesh to evaluate.", fix="strategy=default")
+        return None
+    options = StrategyConfig.from_mapping({name: value for name, value in values.items() if not name.startswith("_")})
+    spec = MeshSpec.resolve(
+        devices,
+        data=options.data_parallel_size if isinstance(options.data_parallel_size, int) else "auto",
+        pipeline=options.pipeline_parallel_size,
+        tensor=options.tensor_parallel_size,
+        data_replicate=options.data_replicate_size,
+        rank_order=options.rank_order,
+    )
+    stages = options.stages_per_rank
+    if not isinstance(stages, int):
+        stages = 1 if options.pipeline_schedule in ONE_STAGE_SCHEDULES else 2
+    layers = options.layers_per_stage
+    mesh = MeshShape(
+        data_parallel_size=spec.data,
+        data_replicate_size=spec.data_replicate,
+        pipeline_parallel_size=spec.pipeline,
+        tensor_parallel_size=spec.tensor,
+        zero_stage=options.zero_stage,
+        stages_per_rank=stages,
+        sequence_parallel=options.sequence_parallel,
+        layers_per_stage=tuple(layers) if layers else None,
+        rank_order=options.rank_order,
+    )
+    local = max(1, size // spec.data)
+    count = num_microbatches(
+        local,
+        micro_batch_size=options.micro_batch_size,
+        requested=options.num_microbatches,
+        pipeline=spec.pipeline,
+    )
+    batch = BatchShape(global_size=size, micro_size=-(-local // count))
+    return Case.checked(mesh, batch, options.pipeline_schedule, options.activation_checkpointing)
+
+
+def _plain(cfg: DictConfig) -> dict[str, Any]:
+    values = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}

@@ -1,0 +1,167 @@
+"""The verb: a configuration in, five steps, the best meshes, rejections and text to paste out."""
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from lightning_3d.config.compose import compose_run
+from lightning_3d.errors import ConfigError, Lightning3DError
+from lightning_3d.planner import BlockModel, Part
+from lightning_3d.planner.command import Answer, overrides, plan, run
+from lightning_3d.planner.request import recipe_of
+
+# GPT-3 175B on the article's 512 devices.
+GPT_175B = (
+    "task_name=gpt3_175b",
+    "model=gpt",
+    "model.model.num_layers=96",
+    "model.model.hidden_size=12288",
+    "model.model.num_heads=96",
+    "model.model.vocab_size=51200",
+    "data.length=2048",
+    "batch.global_size=1536",
+    "batch.micro_size=4",
+    "cluster=a100_x8",
+    "cluster.nodes=64",
+    "bytes_recipe=bf16_master",
+    "strategy=3d",
+    "strategy.pipeline_parallel_size=4",
+    "strategy.tensor_parallel_size=8",
+    "strategy.activation_checkpointing=full",
+)
+
+
+def answered(words: Sequence[str]) -> Answer:
+    return plan(compose_run(words, config_name="plan"))
+
+
+@pytest.fixture(scope="module")
+def article() -> Answer:
+    return answered(GPT_175B)
+
+
+def test_the_five_steps_of_the_article(article: Answer) -> None:
+    assert article.rule is not None
+    assert article.found is not None
+    first, second, third, fourth, fifth = article.rule.steps
+    assert "18 B x 174.6B = 3142" in first.number or "18 B x 174.6B = 3143" in first.number
+    assert "weights 3.62 GB, states 32.6 GB" in second.number
+    assert third.decision == "tensor up to 8"
+    assert "1.6e+03 Gb/s" in fourth.number
+    assert "512 / (pipeline" in fifth.number
+    example = article.rule.readings[-1]
+    assert example.mesh is not None
+    assert (example.mesh.mesh.tensor_parallel_size, example.mesh.mesh.pipeline_parallel_size) == (8, 4)
+    assert example.mesh.step_seconds > article.found.best[0].step_seconds
+    by_the_letter = article.rule.readings[0]
+    assert by_the_letter.mesh is not None
+    assert by_the_letter.mesh.step_seconds > 1.3 * article.found.best[0].step_seconds
+
+
+def test_which_figures_of_the_article_hold(article: Answer) -> None:
+    assert article.look is not None
+    holds = {claim.said.partition(" ")[0]: claim.holds for claim in article.look.claims}
+    assert holds == {"tensor": True, "bubble": True, "data": False, "560": False, "an": False}
+    impossible = article.look.claims[0]
+    assert not impossible.holds
+    assert "87.3 GB of states alone, 91 GB with activations" in impossible.found
+    facts = "\n".join(article.look.facts)
+    assert "ZeRO 0 87.3 GB, ZeRO 1 25.9 GB, ZeRO 2 15.7 GB" in facts
+    assert "stored 16.0 times (ZeRO 0), 4.8 times (ZeRO 1)" in facts
+    assert "bubble 3/27 = 11.1%" in facts
+
+
+def test_the_text_says_what_it_is(article: Answer) -> None:
+    text = str(article)
+    assert text.count("estimate, not measured") >= 4
+    assert "± 20%" in text
+    assert "paste: strategy=default strategy.data_parallel_size=" in text
+    assert "Rejected" in text
+    assert "nodes of 8 devices" in text
+
+
+def test_what_is_pasted_makes_the_same_mesh(article: Answer) -> None:
+    assert article.found is not None
+    best = article.found.best[0]
+    pasted = shlex.split(overrides(best, article.request))
+    base = [word for word in GPT_175B if not word.startswith(("strategy", "batch.micro"))]
+    again = answered([*base, *pasted, "evaluate=true"])
+    assert again.look is not None
+    assert again.look.given.mesh == best.mesh
+    assert again.look.given.step_seconds == pytest.approx(best.step_seconds)
+    assert again.look.given.needed_bytes == pytest.approx(best.needed_bytes)
+    assert again.found is None
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["recipe=gpt2_124m", "cluster=workstation", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["estimate"] == "estimate, not measured"
+    assert len(found["steps"]) == 5
+    assert found["best"][0]["fits"]
+    assert found["best"][0]["overrides"].startswith("strategy=default")
+    assert found["best"][0]["step_seconds"] == pytest.approx(sum(found["best"][0]["time_seconds"].values()))
+
+
+def test_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["recipe=demo", "evaluate=true"]) == 0
+    text = capsys.readouterr().out
+    assert "data 2 x pipeline 2 x tensor 2, ZeRO 1" in text
+    assert "all_reduce      tensor_parallel" in text
+    assert "Best of" not in text
+
+
+def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*GPT_175B[:9], "cluster=workstation", "strategy=default", "batch.micro_size=1"]) == 1
+    assert "nothing fits" in capsys.readouterr().out
+
+
+def test_a_module_that_was_traced() -> None:
+    block = Part(parameters=10**6, matmul_flops=2e9, rows=1000, width=100)
+    traced = BlockModel(blocks=(block,) * 4, first=Part(parameters=10), last=Part(parameters=10, matmul_flops=1e3))
+    words = ["model.model._target_=torch.nn.Linear", "cluster=workstation", "bytes_recipe=fp32"]
+    cfg = compose_run(words, config_name="plan")
+    answer = plan(cfg, trace=lambda _: traced)
+    assert answer.parameters == 4 * 10**6 + 20
+    assert answer.found is not None
+    assert answer.found.best
+    with pytest.raises(ConfigError, match="is no reference decoder"):
+        plan(cfg)
+
+
+@pytest.mark.parametrize(
+    ("precision", "recipe"), [("32-true", "fp32"), ("bf16-mixed", "autocast"), ("64-true", "fp64")]
+)
+def test_the_recipe_follows_from_the_precision(precision: str, recipe: str) -> None:
+    assert recipe_of(compose_run([f"trainer.precision={precision}"], config_name="plan")) == recipe
+
+
+def test_the_recipe_of_master_weights() -> None:
+    plugin = "+trainer.plugins=[{_target_: lightning_3d.Mesh3DPrecision, precision: bf16-master}]"
+    assert recipe_of(compose_run([plugin], config_name="plan")) == "bf16_master"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["cluster.nodez=2"],
+        ["bytes_recipe=bf16"],
+        ["batch.global_size=null"],
+        ["strategy.pipeline_parallel_size=3", "evaluate=true"],
+        ["strategy=ddp", "evaluate=true"],
+        ["+cluster.memories=3"],
+    ],
+)
+def test_one_clear_error(words: list[str]) -> None:
+    with pytest.raises(Lightning3DError):
+        answered(words)
+
+
+def test_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.png"
+    assert run(["recipe=gpt2_124m", "cluster=a100_x8", f"picture={path}"]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,117 @@
+"""The planner's predictions against published measurements: gates that no change may break.
+
+The constants were fitted once on these tables; docs/planner.md has the errors, those of tables left out of a fit too.
+"""
+
+from functools import lru_cache
+
+import pytest
+
+from lightning_3d.planner.prediction import Prediction
+from tests.unit.planner import tables
+from tests.unit.planner.fit import quantile
+from tests.unit.planner.tables import Row
+
+
+@lru_cache(maxsize=1)
+def predicted() -> dict[str, list[tuple[Row, Prediction]]]:
+    found: dict[str, list[tuple[Row, Prediction]]] = {}
+    for row in tables.timed():
+        if isinstance(row, Row):
+            found.setdefault(row.table, []).append((row, row.predict()))
+    return found
+
+
+def errors(*names: str) -> list[float]:
+    pairs = [pair for name in names for pair in predicted()[name]]
+    return [found.step_seconds / row.seconds - 1 for row, found in pairs if row.seconds is not None]
+
+
+@pytest.mark.parametrize(
+    ("names", "median", "most"),
+    [
+        (("SC21 table 1",), 0.06, 0.15),
+        (("MPT A100 80 GB", "MPT A100 40 GB"), 0.06, 0.15),
+        (("SC21 table 1", "MPT A100 80 GB", "MPT A100 40 GB"), 0.05, 0.12),
+        (("Korthikanti table 5",), 0.15, 0.15),
+        (("BLOOM",), 0.06, 0.15),
+        (("BLOOM late",), 0.12, 0.25),
+        (("Llama 3 405B",), 0.08, 0.08),
+        (("torchtitan A100",), 0.10, 0.10),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_times(names: tuple[str, ...], median: float, most: float) -> None:
+    sizes = [abs(error) for error in errors(*names)]
+    assert quantile(sizes, 0.5) <= median
+    assert quantile(sizes, 0.9) <= most
+
+
+def test_what_sequence_parallelism_with_selective_recomputation_gains() -> None:
+    pairs = [found for _, found in predicted()["Korthikanti table 5"]]
+    for full, selective, line in zip(
+        pairs[::2], pairs[1::2], tables.lines("activation_recompute_table3_5"), strict=True
+    ):
+        gain = full.step_seconds / selective.step_seconds - 1
+        assert gain * 100 == pytest.approx(float(line["throughput_gain_pct"]), abs=7)
+
+
+def test_the_times_of_one_layer() -> None:
+    for row in tables.korthikanti_layers():
+        assert row.predict_seconds() == pytest.approx(row.seconds, rel=0.13)
+
+
+def memory_rows() -> list[Row]:
+    return [row for row in tables.bloom() if row.memory is not None]
+
+
+def test_memory_of_bloom() -> None:
+    sizes = [
+        abs(row.predict().needed_bytes / row.memory - 1)
+        for row in memory_rows()
+        if row.memory is not None and row.memory < float("inf")
+    ]
+    assert len(sizes) > 40
+    assert quantile(sizes, 0.5) <= 0.05
+    assert quantile(sizes, 0.9) <= 0.10
+
+
+def test_what_does_not_fit() -> None:
+    missed, alarms, failed = 0, 0, 0
+    for row in memory_rows():
+        found = row.predict()
+        failed += row.memory == float("inf")
+        missed += row.memory == float("inf") and found.fits
+        alarms += row.memory != float("inf") and not found.fits
+    assert failed == 6
+    assert missed <= 1
+    assert alarms == 0
+
+
+def test_the_choice_among_measured_meshes_of_bloom() -> None:
+    """How much slower the mesh that is predicted to be fastest is than the one that is."""
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for name in ("BLOOM", "BLOOM late"):
+        for row, found in predicted()[name]:
+            assert row.seconds is not None
+            groups.setdefault(row.group, []).append((found.step_seconds, row.seconds))
+    regrets = []
+    for pairs in groups.values():
+        if len(pairs) > 1:
+            chosen = min(pairs)[1]
+            regrets.append(chosen / min(seconds for _, seconds in pairs) - 1)
+    assert len(regrets) >= 6
+    assert sum(regrets) / len(regrets) <= 0.05
+    assert quantile(regrets, 0.5) <= 0.02
+
+
+def test_operations_as_sc21_counts_them() -> None:
+    for row in tables.sc21():
+        shape, batch = row.shape, row.batch.global_size
+        hidden, layers, sequence = shape.hidden, shape.layers, shape.sequence
+        counted = 96 * batch * sequence * layers * hidden**2
+        counted *= 1 + sequence / (6 * hidden) + shape.vocab / (16 * layers * hidden)
+        assert row.predict().hardware_flops == pytest.approx(counted, rel=1e-9)
+        model = 72 * batch * sequence * layers * hidden**2
+        model *= 1 + sequence / (6 * hidden) + shape.vocab / (12 * layers * hidden)
+        assert row.predict().model_flops == pytest.approx(model, rel=1e-9)

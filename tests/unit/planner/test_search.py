@@ -1,0 +1,104 @@
+"""The search: quick, never a mesh that does not fit, and each rejection with its number."""
+
+import pytest
+
+from lightning_3d.planner import BatchShape, DecoderShape, MeshShape, load_cluster, predict
+from lightning_3d.planner.decoder import decoder_model
+from lightning_3d.planner.pricing import Pricer
+from lightning_3d.planner.search import Found, Space, search, tensor_degrees
+
+LLAMA_405B = DecoderShape(126, 16384, 128, 8, 53248, 128256, 8192)
+GPT_175B = DecoderShape(96, 12288, 96, 96, 49152, 51200, 2048)
+LLAMA_13B = DecoderShape(40, 5120, 40, 40, 13824, 32000, 4096)
+
+
+def searched(shape: DecoderShape, cluster: str, nodes: int, size: int) -> Found:
+    devices = load_cluster(cluster).with_nodes(nodes)
+    return search(Pricer(decoder_model(shape), devices, "bf16_master"), devices.devices, Space(global_size=size))
+
+
+def test_16384_devices_in_half_a_second() -> None:
+    # The least of three: other programs may run beside it.
+    found = [searched(LLAMA_405B, "h100_x8", 2048, 4096) for _ in range(3)]
+    assert min(one.seconds for one in found) < 0.5
+    assert found[0].priced > 500
+    best = found[0].best[0]
+    assert best.mesh.devices == 16384
+    assert best.fits
+    assert best.mesh.tensor_parallel_size <= 8
+
+
+@pytest.mark.parametrize("nodes", [1, 8, 64])
+def test_the_best_fit_and_are_in_order(nodes: int) -> None:
+    found = searched(LLAMA_13B, "a100_x8", nodes, 512)
+    assert all(one.fits for one in found.best)
+    seconds = [one.step_seconds for one in found.best]
+    assert seconds == sorted(seconds)
+    best = found.best[0]
+    again = predict(
+        LLAMA_13B,
+        best.mesh,
+        best.batch,
+        "a100_x8",
+        pipeline_schedule=best.pipeline_schedule,
+        activation_checkpointing=best.activation_checkpointing,
+    )
+    assert again.step_seconds == best.step_seconds
+    assert again.needed_bytes == best.needed_bytes
+
+
+def test_a_model_that_fits_one_device_needs_only_data_ranks() -> None:
+    best = searched(DecoderShape(24, 1024, 16, 16, 4096, 50304, 1024), "a100_x8", 1, 512).best[0]
+    assert (best.mesh.pipeline_parallel_size, best.mesh.tensor_parallel_size) == (1, 1)
+
+
+def test_nothing_fits() -> None:
+    found = searched(LLAMA_405B, "workstation", 1, 64)
+    assert found.best == ()
+    assert found.closest is not None
+    assert not found.closest.fits
+    assert any("does not fit" in one.reason for one in found.rejected)
+
+
+def test_rejections_say_why() -> None:
+    found = searched(LLAMA_13B, "a100_x8", 4, 512)
+    reasons = " ".join(one.reason for one in found.rejected)
+    assert "slower: " in reasons
+    assert "GB more than a device has" in reasons
+    assert "crosses nodes of 8 devices" in reasons
+    odd = DecoderShape(24, 1536, 12, 12, 6144, 50304, 2048)
+    assert any(one.reason == "does not divide 12 heads" for one in searched(odd, "a100_x8", 1, 64).rejected)
+    assert tensor_degrees(decoder_model(odd), 8) == (1, 2, 4)
+
+
+def test_a_slow_network_wants_data_ranks_inside_the_node() -> None:
+    """The article's fourth step is reversed: a pipeline sends states, the data axis the model."""
+    best = searched(LLAMA_13B, "a100_x8_25gbe", 4, 512).best[0]
+    assert best.mesh.pipeline_parallel_size == 4
+    assert best.mesh.rank_order == "pipeline,data,tensor"
+    batch = BatchShape(global_size=512, micro_size=1)
+    across = MeshShape(data_parallel_size=32, zero_stage=1)
+    flat = predict(LLAMA_13B, across, batch, "a100_x8_25gbe", activation_checkpointing="full")
+    assert flat.time.data > best.time.pipeline
+
+
+def test_the_mesh_of_the_article_is_near_the_best() -> None:
+    found = searched(GPT_175B, "a100_x8", 64, 1536)
+    best = found.best[0].step_seconds
+    mesh = MeshShape(data_parallel_size=16, pipeline_parallel_size=4, tensor_parallel_size=8)
+    batch = BatchShape(global_size=1536, micro_size=1)
+    given = predict(GPT_175B, mesh, batch, "a100_x8", activation_checkpointing="selective")
+    assert given.step_seconds > best
+    without = predict(
+        GPT_175B,
+        MeshShape(data_parallel_size=16, pipeline_parallel_size=4, tensor_parallel_size=8, zero_stage=0),
+        batch,
+        "a100_x8",
+        bytes_recipe="zero_paper",
+        activation_checkpointing="full",
+    )
+    assert without.memory.states / 1e9 == pytest.approx(87.5, abs=1.0)
+    # With what full recomputation keeps, before receive buffers.
+    kept = without.memory.states + without.memory.activations
+    assert kept / 1e9 == pytest.approx(92, abs=1.5)
+    assert not without.fits
