@@ -21,8 +21,8 @@ from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_3d.checkpoint.agreement import gather
-from lightning_3d.checkpoint.files import resolve
-from lightning_3d.checkpoint.store import META_FILE, is_remote, local_path
+from lightning_3d.checkpoint.files import is_remote, local_path, resolve
+from lightning_3d.checkpoint.store import META_FILE
 from lightning_3d.errors import CheckpointError
 from lightning_3d.graph.calls import shadow
 
