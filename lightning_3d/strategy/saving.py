@@ -43,6 +43,8 @@ class SavingStrategy(MeshStrategy):
 
     # What was in the groups of each optimizer as the user made them.
     _members: Sequence[Sequence[Members]] | None = None
+    # The signal that was answered last.
+    _answered: BaseException | None = None
 
     @abstractmethod
     def _apply(self) -> AppliedModule:
@@ -100,12 +102,13 @@ class SavingStrategy(MeshStrategy):
         """Saves where a signal ends the run and nobody else saves; then lets the other ranks know."""
         module = self.lightning_module
         trainer = None if module is None else module._trainer
-        if isinstance(exception, SIGTERMException) and trainer is not None and self._told is not exception:
+        if isinstance(exception, SIGTERMException) and trainer is not None and self._answered is not exception:
+            self._answered = exception
             path = path_at_signal(trainer)
-            self._tell(exception)
             if path is not None:
                 trainer.save_checkpoint(path)
                 rank_zero_info("SIGTERM: saved %s, to go on from with ckpt_path", path)
+        if self._run is not None and self._run.stop.all_stopped:
             # What is being written cannot be finished when the ranks have parted.
             self._finish_writing()
         super().on_exception(exception)
@@ -122,8 +125,8 @@ class SavingStrategy(MeshStrategy):
         if trainer is None or trainer.state.status != TrainerStatus.INTERRUPTED or self.world_size == 1:
             return
         exception = sys.exc_info()[1]
-        if exception is not None:
-            # At once: finding out takes time, in which the others could end.
+        if isinstance(exception, Exception):
+            # At once: finding out takes time, in which the others could end. A signal ends all ranks anyway.
             self._tell(exception)
         reason = self._why_not_together()
         if reason and exception is not None:

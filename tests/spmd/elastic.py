@@ -1,7 +1,8 @@
 """A plain script for torchrun, of which a rank or a node dies: its words are STEPS DIRECTORY DIES STRATEGY.
 
-``DIES`` is "rank:RANK:STEP", where that rank kills itself once, or "node:NODE:STEP", where a node goes away: its agent
-and all its ranks.
+``DIES`` is "rank:RANK:STEP", where that rank kills itself once, "save:RANK:STEP", where it does so while all save into
+the directories in which their agents were started, or "node:NODE:STEP", where a node goes away: its agent and all its
+ranks.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_3d import Mesh3DStrategy
+from tests.faults.program import Saves
 from tests.features.modules import Module, Samples
 
 BATCH = 8
@@ -42,6 +44,13 @@ class Counted(Module):
         line = {"step": self.trainer.global_step, "loss": loss, "seen": self.seen, "world": self.trainer.world_size}
         with (self.directory / f"rank-{self.trainer.global_rank}.steps").open("a") as file:
             file.write(json.dumps(line) + "\n")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.dies == f"save:{self.trainer.global_rank}:{self.trainer.global_step}":
+            died = self.directory / "died"
+            if not died.exists():
+                died.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         kind, _, where = self.dies.partition(":")
@@ -75,6 +84,9 @@ def main(steps: str, directory: str, dies: str = "", **strategy: Any) -> None:
     place = Path(directory)
     L.seed_everything(1, verbose=False)
     plugin = Mesh3DStrategy(**strategy)
+    saves: L.Callback = ModelCheckpoint(place / "saved", save_top_k=-1, every_n_train_steps=2, filename="{step}")
+    if dies.startswith("save"):
+        saves = Saves()
     trainer = L.Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
@@ -85,7 +97,8 @@ def main(steps: str, directory: str, dies: str = "", **strategy: Any) -> None:
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[ModelCheckpoint(place / "saved", save_top_k=-1, every_n_train_steps=2, filename="{step}")],
+        enable_checkpointing=isinstance(saves, ModelCheckpoint),
+        callbacks=[saves],
     )
     loader = DataLoader(Samples(96), batch_size=BATCH // plugin.data_size, shuffle=True)
     trainer.fit(Counted(place, dies), loader)

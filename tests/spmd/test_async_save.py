@@ -10,7 +10,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_3d.checkpoint import store
@@ -49,7 +49,11 @@ class Saves(Callback):
 
 def fit(strategy: dict[str, Any], world: int, *callbacks: Callback, steps: int = 4) -> Trainer:
     L.seed_everything(5, verbose=False)
-    run = trainer(world, *callbacks, strategy=strategy, max_steps=steps, precision="64-true", enable_checkpointing=True)
+    # Without a callback that saves, Lightning would add one that saves into the working directory.
+    saves = any(isinstance(callback, Checkpoint) for callback in callbacks)
+    run = trainer(
+        world, *callbacks, strategy=strategy, max_steps=steps, precision="64-true", enable_checkpointing=saves
+    )
     size = 8 // run.strategy.data_size
     run.fit(Module(), DataLoader(Samples(48), size), DataLoader(Samples(8), 2))
     return run

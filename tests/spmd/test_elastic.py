@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.contract.sources import ROOT
 from tests.marks import more
 
 pytestmark = [pytest.mark.spmd, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -21,8 +22,10 @@ pytestmark = [pytest.mark.spmd, pytest.mark.slow, pytest.mark.timeout(300)]
 STEPS, SAMPLES = 10, 96
 
 
-def started(directory: Path, *how: str, dies: str = "", **strategy: Any) -> subprocess.Popen[str]:
-    """Starts an agent of torchrun, which leads a group of processes."""
+def started(
+    directory: Path, *how: str, dies: str = "", node: Path | None = None, **strategy: Any
+) -> subprocess.Popen[str]:
+    """Starts an agent of torchrun in the directory of its node; it leads a group of processes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *how]
     program = ["-m", "tests.spmd.elastic", str(STEPS), str(directory), dies, json.dumps(strategy)]
     names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_RANK", "RANK", "NODE_RANK", "TORCHELASTIC_RUN_ID")
@@ -32,7 +35,8 @@ def started(directory: Path, *how: str, dies: str = "", **strategy: Any) -> subp
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=environment,
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        cwd=node,
         start_new_session=True,
     )
 
@@ -80,14 +84,36 @@ def test_a_job_that_is_started_again_goes_on_from_its_newest_checkpoint(
     assert {step["step"]: step["loss"] for step in steps} == dict(enumerate(expected, start=1))
 
 
-@pytest.mark.thorough
-def test_a_job_that_loses_a_node_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
+def meeting() -> tuple[str, ...]:
+    """How the agents of two nodes find each other."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    meeting = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=constant")
+    # Users copy such a constant from one job to the next.
+    return ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=constant")
+
+
+@pytest.mark.thorough
+def test_nodes_with_disks_of_their_own_go_on_from_the_same_checkpoint(tmp_path: Path) -> None:
+    nodes, directory = [tmp_path / "one", tmp_path / "two"], tmp_path / "noted"
+    for place in (*nodes, directory):
+        place.mkdir()
+    how = ("--nnodes=2", "--max-restarts=1", *meeting())
+    agents = [started(directory, *how, dies="save:3:6", node=node, pipeline_parallel_size=2) for node in nodes]
+    outputs = [finished(agent) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(outputs)
+    assert "it goes on from step 4, from checkpoints/" in "".join(outputs)
+    assert (directory / "died").exists()
+    left = [sorted(path.name for path in (node / "checkpoints").iterdir()) for node in nodes]
+    assert left == [sorted(["last.ckpt", *(f"step={step}.ckpt" for step in range(2, STEPS + 1, 2))])] * 2
+    found = {step["step"]: step["loss"] for step in steps_of(directory, 0)}
+    assert sorted(found) == list(range(1, STEPS + 1))
+
+
+@pytest.mark.thorough
+def test_a_job_that_loses_a_node_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
     patience = "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5"
-    elastic = ("--nnodes=1:2", "--max-restarts=2", *meeting, patience)
+    elastic = ("--nnodes=1:2", "--max-restarts=2", *meeting(), patience)
     directory = tmp_path / "elastic"
     directory.mkdir()
     agents = [started(directory, *elastic, dies="node:1:5", zero_stage=2) for _ in range(2)]

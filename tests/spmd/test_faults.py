@@ -125,9 +125,15 @@ def test_ranks_that_wait_for_nobody_end_too(end: str, tmp_path: Path) -> None:
     assert f"rank 1 has {'failed' if end == 'raise' else 'vanished'}" in found.output
 
 
-@pytest.mark.parametrize("place", ["step", more("hook")])
-def test_a_hang_ends_at_the_time_out_with_the_place_of_every_rank(place: str, tmp_path: Path) -> None:
-    found = ended("hang", 3, tmp_path, PIPELINE, place=place)
+@pytest.mark.parametrize(
+    ("place", "strategy"),
+    [("step", PIPELINE), more("hook", PIPELINE), more("step", {"tensor_parallel_size": 2}), more("step", ZERO)],
+    ids=str,
+)
+def test_a_hang_ends_at_the_time_out_with_the_place_of_every_rank(
+    place: str, strategy: dict[str, Any], tmp_path: Path
+) -> None:
+    found = ended("hang", 3, tmp_path, strategy, place=place)
     assert found.code != 0
     assert found.seconds < TIMEOUT + PROMISED["hang"] * _BUSY, found.output
     assert "ranks have waited for each other in vain" in found.output

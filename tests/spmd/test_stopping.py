@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -113,3 +114,22 @@ def saved_after_the_end(rank: int, world: int, directory: Path) -> str:
 def test_after_the_end_nothing_can_be_saved(tmp_path: Path) -> None:
     for text in run_spmd(saved_after_the_end, 2, tmp_path):
         assert "the Trainer has ended with an exception" in text
+
+
+def stops_and_saves(rank: int, world: int, directory: Path) -> None:
+    run = trainer(
+        world,
+        OnExceptionCheckpoint(directory),
+        strategy={"async_save": True, "zero_stage": 2},
+        max_epochs=1,
+        precision="64-true",
+        enable_checkpointing=True,
+    )
+    with pytest.raises(KeyError):
+        run.fit(StopsTogether(), loader(), loader())
+
+
+def test_what_is_written_in_the_background_is_finished_before_ranks_part(tmp_path: Path) -> None:
+    run_spmd(stops_and_saves, 2, tmp_path)
+    (saved,) = tmp_path.iterdir()
+    assert torch.load(saved / "meta.pt", weights_only=True)["global_step"] == 3

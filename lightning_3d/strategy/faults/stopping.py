@@ -31,6 +31,11 @@ class CommonStop:
         self._name = gather(group, uuid.uuid4().hex)[0] if group.size() > 1 else ""
         self._missing: tuple[int, ...] | None = None
 
+    @property
+    def all_stopped(self) -> bool:
+        """Whether it was asked, and found out that all ranks have stopped together."""
+        return self._missing == ()
+
     def missing(self) -> tuple[int, ...]:
         """Returns the ranks that go on while this one has stopped; none if all have, or there is no other."""
         if self._missing is None:
