@@ -13,14 +13,15 @@ from lightning.pytorch import Callback, Trainer
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from lightning_3d import Mesh3DStrategy
 from tests.marks import more
-from tests.spmd.fits import QUIET
+from tests.spmd.fits import QUIET, loader
 from tests.spmd.pool import SpmdError, run_spmd
-from tests.spmd.tensor_runs import assert_same
-from tests.spmd.tuned import save_model, tuned
+from tests.spmd.tensor_runs import assert_same, tokens
+from tests.spmd.tuned import Tuned, save_model, tuned
 
 pytestmark = [pytest.mark.spmd, pytest.mark.timeout(240)]
 
@@ -94,6 +95,41 @@ def test_weights_of_another_model_are_one_error_on_every_rank(tmp_path: Path) ->
     with pytest.raises(SpmdError, match=r"no name in .* is one of Tuned") as caught:
         run_spmd(tuned, 2, "llama", {"pipeline_parallel_size": 2, "pretrained": str(tmp_path)}, timeout=60)
     assert str(caught.value).count("CheckpointError") >= 2
+
+
+class Averages(Callback):
+    """Keeps an average of the weights, one of zeros and a list of copies, all made before the module is cut."""
+
+    def setup(self, trainer: Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self.average, self.zeros = AveragedModel(pl_module), AveragedModel(pl_module)
+        self.copies = [parameter.detach().clone() for parameter in pl_module.parameters()]
+        for parameter in self.zeros.parameters():
+            parameter.detach().zero_()
+
+    def on_train_start(self, trainer: Trainer, pl_module: L.LightningModule) -> None:
+        own = [local(parameter) for parameter in pl_module.parameters()]
+        self.follows = [torch.equal(local(p), q) for p, q in zip(self.average.module.parameters(), own, strict=True)]
+        self.follows += [torch.equal(local(p), q) for p, q in zip(self.copies, own, strict=True)]
+        self.zero = [not local(p).any() for p in self.zeros.module.parameters()]
+
+
+def local(tensor: Tensor) -> Tensor:
+    if tensor.is_meta:
+        return torch.zeros(())
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def averaged(rank: int, world: int, directory: str) -> tuple[bool, bool]:
+    kept = Averages()
+    chosen = Mesh3DStrategy(num_microbatches=2, pipeline_parallel_size=2, tensor_parallel_size=2, pretrained=directory)
+    trainer = L.Trainer(**QUIET, devices=world, strategy=chosen, max_epochs=1, callbacks=[kept])
+    trainer.fit(Tuned("gpt2").train(), loader(tokens(1)))
+    return all(kept.follows), all(kept.zero)
+
+
+def test_averages_begin_where_the_module_does(tmp_path: Path) -> None:
+    save_model("gpt2", tmp_path)
+    assert run_spmd(averaged, 4, str(tmp_path), timeout=60) == [(True, True)] * 4
 
 
 WIDTH, LAYERS = 1024, 24
