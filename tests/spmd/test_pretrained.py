@@ -41,6 +41,11 @@ def assert_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         ("gpt2", 4, CUBE | {"zero_stage": 3}, True),
         ("mixtral", 4, CUBE, True),
         ("odd", 2, {"tensor_parallel_size": 2, "pad_vocabulary": True, "zero_stage": 0}, False),
+        more("gpt2", 2, {"zero_stage": 0}, True),
+        more("gpt2", 2, {"zero_stage": 3, "cpu_offload": True}, False),
+        more("gpt2", 4, {"zero_stage": 2, "data_replicate_size": 2}, True),
+        more("llama", 4, {"pipeline_parallel_size": 2, "zero_stage": 3}, True),
+        more("odd", 8, CUBE | {"pad_vocabulary": True, "zero_stage": 3}, True),
     ],
 )
 def test_every_rank_reads_its_parts(
