@@ -13,14 +13,15 @@ from lightning.pytorch import Callback, Trainer
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from lightning_3d import Mesh3DStrategy
 from tests.marks import more
-from tests.spmd.fits import QUIET
+from tests.spmd.fits import QUIET, loader
 from tests.spmd.pool import SpmdError, run_spmd
-from tests.spmd.tensor_runs import assert_same
-from tests.spmd.tuned import save_model, tuned
+from tests.spmd.tensor_runs import assert_same, tokens
+from tests.spmd.tuned import Tuned, save_model, tuned
 
 pytestmark = [pytest.mark.spmd, pytest.mark.timeout(240)]
 
@@ -40,6 +41,11 @@ def assert_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         ("gpt2", 4, CUBE | {"zero_stage": 3}, True),
         ("mixtral", 4, CUBE, True),
         ("odd", 2, {"tensor_parallel_size": 2, "pad_vocabulary": True, "zero_stage": 0}, False),
+        more("gpt2", 2, {"zero_stage": 0}, True),
+        more("gpt2", 2, {"zero_stage": 3, "cpu_offload": True}, False),
+        more("gpt2", 4, {"zero_stage": 2, "data_replicate_size": 2}, True),
+        more("llama", 4, {"pipeline_parallel_size": 2, "zero_stage": 3}, True),
+        more("odd", 8, CUBE | {"pad_vocabulary": True, "zero_stage": 3}, True),
     ],
 )
 def test_every_rank_reads_its_parts(
@@ -81,7 +87,7 @@ def test_weights_of_our_checkpoints_and_a_checkpoint_that_wins(tmp_path: Path) -
         "gpt2",
         {"zero_stage": 3, "pretrained": str(hf)},
         resume=ours,
-        steps=3,
+        epochs=2,
         save=tmp_path / "b",
         timeout=60,
     )
@@ -94,6 +100,41 @@ def test_weights_of_another_model_are_one_error_on_every_rank(tmp_path: Path) ->
     with pytest.raises(SpmdError, match=r"no name in .* is one of Tuned") as caught:
         run_spmd(tuned, 2, "llama", {"pipeline_parallel_size": 2, "pretrained": str(tmp_path)}, timeout=60)
     assert str(caught.value).count("CheckpointError") >= 2
+
+
+class Averages(Callback):
+    """Keeps an average of the weights, one of zeros and a list of copies, all made before the module is cut."""
+
+    def setup(self, trainer: Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self.average, self.zeros = AveragedModel(pl_module), AveragedModel(pl_module)
+        self.copies = [parameter.detach().clone() for parameter in pl_module.parameters()]
+        for parameter in self.zeros.parameters():
+            parameter.detach().zero_()
+
+    def on_train_start(self, trainer: Trainer, pl_module: L.LightningModule) -> None:
+        own = [local(parameter) for parameter in pl_module.parameters()]
+        self.follows = [torch.equal(local(p), q) for p, q in zip(self.average.module.parameters(), own, strict=True)]
+        self.follows += [torch.equal(local(p), q) for p, q in zip(self.copies, own, strict=True)]
+        self.zero = [not local(p).any() for p in self.zeros.module.parameters()]
+
+
+def local(tensor: Tensor) -> Tensor:
+    if tensor.is_meta:
+        return torch.zeros(())
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def averaged(rank: int, world: int, directory: str) -> tuple[bool, bool]:
+    kept = Averages()
+    chosen = Mesh3DStrategy(num_microbatches=2, pipeline_parallel_size=2, tensor_parallel_size=2, pretrained=directory)
+    trainer = L.Trainer(**QUIET, devices=world, strategy=chosen, max_epochs=1, callbacks=[kept])
+    trainer.fit(Tuned("gpt2").train(), loader(tokens(1)))
+    return all(kept.follows), all(kept.zero)
+
+
+def test_averages_begin_where_the_module_does(tmp_path: Path) -> None:
+    save_model("gpt2", tmp_path)
+    assert run_spmd(averaged, 4, str(tmp_path), timeout=60) == [(True, True)] * 4
 
 
 WIDTH, LAYERS = 1024, 24
