@@ -41,7 +41,10 @@ VERBS: Final = MappingProxyType(
     {
         "train": Verb(function="lightning_3d.train:run", summary="train, then test the best checkpoint"),
         "plan": Verb(
-            function="lightning_3d.planner.command:run", summary="which mesh, why, how much memory and time: estimates"
+            function="lightning_3d.dryrun.tracing:plan", summary="which mesh, why, how much memory and time: estimates"
+        ),
+        "dryrun": Verb(
+            function="lightning_3d.dryrun:run", summary="any rank of any mesh, without devices: bytes, calls"
         ),
         "doctor": Verb(function="lightning_3d.doctor:run", summary="look at the environment; findings and fixes"),
     }

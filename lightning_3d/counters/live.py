@@ -93,6 +93,7 @@ class LiveBytes(TorchDispatchMode):
         # Storages die on any thread and at any moment; their keys wait here for this one.
         self._dead: collections.deque[int] = collections.deque()
         self._watch: tuple[int, Callable[[], None]] | None = None
+        self._follow: Callable[[], None] | None = None
         self._patches = contextlib.ExitStack()
 
     @property
@@ -118,6 +119,15 @@ class LiveBytes(TorchDispatchMode):
         self._watch = (threshold, action)
         if self.peak.size >= threshold:
             action()
+
+    def follow(self, action: Callable[[], None] | None) -> None:
+        """Calls ``action`` after every operation, from now on; None for nothing."""
+        self._follow = action
+
+    @property
+    def running(self) -> str:
+        """Name of the present part of the step."""
+        return self._phase
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -206,11 +216,12 @@ class LiveBytes(TorchDispatchMode):
 
     def _step(self) -> None:
         size = self.current
-        if size <= self.peak.size:
-            return
-        self.peak = Peak(size=size, phase=self._phase)
-        if self._watch is not None and self.peak.size >= self._watch[0]:
-            self._watch[1]()
+        if size > self.peak.size:
+            self.peak = Peak(size=size, phase=self._phase)
+            if self._watch is not None and self.peak.size >= self._watch[0]:
+                self._watch[1]()
+        if self._follow is not None:
+            self._follow()
 
     def _followed_resize(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:

@@ -1,4 +1,4 @@
-"""Parameters without values in the place of a module's own, for a while."""
+"""Parameters without values in the place of a module's own, for a while or for good."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+# Where something stood, and what.
+_Place = tuple[dict[str, Any], str, Any]
 
 
 @contextmanager
@@ -24,7 +27,24 @@ def fake_parameters(module: nn.Module) -> Iterator[dict[int, str]]:
     Yields:
         The first name of each parameter, by the id of its fake one.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    replaced = replace_by_fakes(module, FakeTensorMode(allow_non_fake_inputs=True))
+    try:
+        yield {id(parameter): name for name, parameter in module.named_parameters()}
+    finally:
+        for place, key, value in replaced:
+            place[key] = value
+
+
+def replace_by_fakes(module: nn.Module, mode: FakeTensorMode) -> list[_Place]:
+    """Puts FakeTensors in the place of every parameter, and of every tensor on the meta device.
+
+    Args:
+        module: The whole module, real or on the meta device.
+        mode: Makes them.
+
+    Returns:
+        What stood where before.
+    """
     fakes: dict[int, Tensor] = {}
 
     def fake(value: Any) -> Any:
@@ -34,18 +54,14 @@ def fake_parameters(module: nn.Module) -> Iterator[dict[int, str]]:
             fakes[id(value)] = _fake(value, mode)
         return fakes[id(value)]
 
-    replaced: list[tuple[dict[str, Any], str, Any]] = []
+    replaced: list[_Place] = []
     for child in module.modules():
         places: tuple[dict[str, Any], ...] = (child._parameters, child._buffers, vars(child))
         replaced += [(place, key, value) for place in places for key, value in place.items() if _holds_any(value)]
-    try:
-        for place, key, value in replaced:
-            # Lists, as torch's recurrent layers have of their weights.
-            place[key] = [fake(each) for each in value] if isinstance(value, list) else fake(value)
-        yield {id(parameter): name for name, parameter in module.named_parameters()}
-    finally:
-        for place, key, value in replaced:
-            place[key] = value
+    for place, key, value in replaced:
+        # Lists, as torch's recurrent layers have of their weights.
+        place[key] = [fake(each) for each in value] if isinstance(value, list) else fake(value)
+    return replaced
 
 
 def _has_to_be_fake(value: Any) -> bool:

@@ -16,6 +16,7 @@ from lightning_3d.graph.parameters import marks_kept
 from lightning_3d.initial.broadcast import broadcast_module
 from lightning_3d.initial.materialise import materialise
 from lightning_3d.initial.replay import InitTape
+from lightning_3d.initial.tensors import named_tensors
 from lightning_3d.mesh.device import data_axis_mesh, data_mesh, pipeline_mesh, tensor_mesh
 from lightning_3d.mesh.spec import TENSOR_AXIS
 from lightning_3d.parallel.data.apply import apply_data, apply_stage_data
@@ -154,7 +155,10 @@ def _apply_data(
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
-    """Moves what has memory; parameters that other ranks hold have none."""
+    """Moves what has memory, if any of it lies elsewhere; parameters that other ranks hold have none."""
+    here = (device, torch.device("meta"))
+    if all(tensor.device in here for _, tensor in named_tensors(module)):
+        return
     with marks_kept(module):
         module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 

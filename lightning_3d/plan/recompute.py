@@ -102,5 +102,10 @@ def _spare(value: Any) -> Any:
     return spare
 
 
+def is_kept(operation: Any) -> bool:
+    """Returns whether "selective" keeps what an operation gives."""
+    return operation in _KEPT
+
+
 def _policy(context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if is_kept(operation) else CheckpointPolicy.PREFER_RECOMPUTE

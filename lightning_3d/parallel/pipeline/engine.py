@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ from lightning_3d.errors import ModuleError
 from lightning_3d.log import get_logger, process_rank
 from lightning_3d.parallel.pipeline.plan import PipelinePlan
 from lightning_3d.parallel.pipeline.record.step import StepRecord
-from lightning_3d.parallel.pipeline.schedule.actions import SPLIT_SCHEDULES, runnable_microbatches
+from lightning_3d.parallel.pipeline.schedule.actions import SPLIT_SCHEDULES, Action, runnable_microbatches
 from lightning_3d.parallel.pipeline.schedule.boundary import Boundary, Slot, boundary_of, slot_of
 from lightning_3d.parallel.pipeline.schedule.build import build_forward_schedule, build_schedule
 from lightning_3d.parallel.pipeline.schedule.cache import RecentlyUsed
@@ -108,6 +109,11 @@ class PipelineEngine:
         if whole_backward and plan.schedule in SPLIT_SCHEDULES:
             self._notice("units of parameters or the tensor axis")
 
+    @property
+    def modules(self) -> tuple[StageModule, ...]:
+        """The stages of this rank, in model order."""
+        return tuple(module for _, module in sorted(self._stages.items()))
+
     def train(
         self, step: Callable[[int], Any], loss: Callable[[int, Any], Tensor], signatures: Sequence[Hashable]
     ) -> dict[int, Any]:
@@ -162,6 +168,23 @@ class PipelineEngine:
             ModuleError: It does what stages cannot share out.
         """
         self._records.put(signature, self._runs.record(step))
+
+    def know(self, record: StepRecord, signature: Hashable) -> None:
+        """Takes a record that was made elsewhere, for a rank that has no others to make it with.
+
+        Args:
+            record: What the step does with a kind of input.
+            signature: The kind.
+        """
+        self._records.put(signature, record)
+
+    def watch(self, beside: Callable[[Action], AbstractContextManager[None]]) -> None:
+        """Has every computation of a stage run in a context.
+
+        Args:
+            beside: Returns it.
+        """
+        self._stopwatch.beside = beside
 
     def start_timeline(self) -> None:
         """Begins to take the times of all computations; every rank of the group calls it."""

@@ -23,10 +23,10 @@ class CountsFlops(TorchDispatchMode):
     torch's own counter follows the modules too, with hooks on their tensors, and costs more than a fake run.
 
     Args:
-        add: Is told a number of operations.
+        add: Is told a number of operations, and what computes them.
     """
 
-    def __init__(self, add: Callable[[float], None]) -> None:
+    def __init__(self, add: Callable[[float, str], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._add = add
         self._formulas: Mapping[Any, Callable[..., Any]] = {**_ATTENTION_ON_CPU, **flop_registry}
@@ -37,5 +37,5 @@ class CountsFlops(TorchDispatchMode):
         output = func(*args, **kwargs)
         formula = self._formulas.get(func._overloadpacket)
         if formula is not None:
-            self._add(float(formula(*args, **kwargs, out_val=output)))
+            self._add(float(formula(*args, **kwargs, out_val=output)), str(func._overloadpacket))
         return output

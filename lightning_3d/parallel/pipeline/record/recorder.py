@@ -113,8 +113,8 @@ class Recorder:
         """Returns whether a value is hidden and somebody is known to have made it, or a parameter."""
         return self._values.find(value) is not None or self._parameter_name(value) is not None
 
-    def add_flops(self, count: float) -> None:
-        """Counts floating point operations of the moment."""
+    def add_flops(self, count: float, operation: str = "") -> None:
+        """Counts floating point operations of the moment, whatever computes them."""
         self._flops[self.position] += count
         if self._inside is not None:
             self._inside.flops += count

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils.hooks import RemovableHandle
 
@@ -78,14 +79,23 @@ class Placeholder(Tensor):
             self.bound = value
             return value
         with torch._C.DisableTorchFunctionSubclass():
-            self.data = torch.empty_like(value)
             for attribute in ("plain", "origin", "bound", "again", "_wants_gradient"):
                 delattr(self, attribute)
-            self.__class__ = Tensor  # type: ignore[assignment]
+            self._become(torch.empty_like(value))
             # A copy: code may write to it, and torch uses the memory of what was received again. It does not count as
             # a change, for a checkpoint may have saved the object as it was.
             with _unsafe_preserve_version_counter(self):
                 return self.copy_(value)
+
+    def _become(self, memory: Tensor) -> None:
+        if isinstance(memory, FakeTensor):
+            # In a dry run; what makes it fake is in its class and attributes too.
+            torch._C._swap_tensor_impl(self, memory)
+            self.__class__ = FakeTensor  # type: ignore[assignment]
+            vars(self).update(vars(memory))
+            return
+        self.data = memory
+        self.__class__ = Tensor  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
         """A copy stands for the same value."""

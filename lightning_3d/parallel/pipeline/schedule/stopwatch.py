@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -24,6 +24,8 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        # Somebody else who wants to know what is computed.
+        self.beside: Callable[[Action], AbstractContextManager[None]] = _nobody
         self._zero: _Mark | None = None
         self._taken: list[tuple[Action, _Mark, _Mark]] = []
 
@@ -46,12 +48,17 @@ class Stopwatch:
     @contextmanager
     def over(self, action: Action) -> Iterator[None]:
         """Takes the time of a computation."""
-        if self._zero is None:
+        with self.beside(action):
+            if self._zero is None:
+                yield
+                return
+            first = _Mark(self._device)
             yield
-            return
-        first = _Mark(self._device)
-        yield
-        self._taken.append((action, first, _Mark(self._device)))
+            self._taken.append((action, first, _Mark(self._device)))
+
+
+def _nobody(action: Action) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class _Mark:

@@ -1,0 +1,71 @@
+"""The verb ``dryrun``: from the words of a command line to a printed report."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from lightning_3d.config.compose import compose_run
+
+_CONFIG_DIR = ("--config-dir", "-cd")
+_SAMPLES = 160
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Plays some ranks of a training and prints what they do.
+
+    Args:
+        arguments: Hydra's overrides, ``--config-dir DIRECTORY``, and ``--cfg job`` to show the configuration alone.
+
+    Returns:
+        0, once the report is printed.
+
+    Raises:
+        Lightning3DError: The configuration is impossible, or the strategy would refuse the module.
+    """
+    overrides, config_dir, shows = _parsed(list(arguments))
+    cfg = compose_run(overrides, config_name="dryrun", config_dir=config_dir)
+    if shows:
+        print(OmegaConf.to_yaml(cfg), end="")
+        return 0
+    # A misspelt key should not wait for torch to be imported.
+    from lightning_3d.dryrun.picture import draw
+    from lightning_3d.dryrun.play import dry_run
+    from lightning_3d.dryrun.setup import coordinates_of, training_of
+
+    if os.getcwd() not in sys.path:
+        # Configurations may name modules of the current directory, as with `python -m`.
+        sys.path.insert(0, os.getcwd())
+    with warnings.catch_warnings():
+        # Lightning's and torch's own uses of torch, about which nobody can do anything here.
+        warnings.simplefilter("ignore")
+        training = training_of(cfg)
+        report = dry_run(
+            training, coordinates_of(cfg.coordinates, training.mesh), samples=_SAMPLES if cfg.picture else 0
+        )
+    print(json.dumps(report.as_data(), indent=2) if cfg.json else report)
+    if cfg.picture:
+        print(f"picture    {draw(report, Path(cfg.picture))}", file=sys.stderr if cfg.json else sys.stdout)
+    return 0
+
+
+def _parsed(arguments: list[str]) -> tuple[list[str], Path | None, bool]:
+    overrides, directory, shows = [], None, False
+    while arguments:
+        word = arguments.pop(0)
+        name, _, value = word.partition("=")
+        if name in _CONFIG_DIR:
+            directory = Path(value or (arguments.pop(0) if arguments else ""))
+        elif name in ("--cfg", "-c"):
+            shows = True
+            if not value and arguments:
+                arguments.pop(0)
+        else:
+            overrides.append(word)
+    return overrides, directory, shows

@@ -1,0 +1,98 @@
+"""What a rank sends in a step of all micro-batches, of which some were played."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_3d.counters import CollectiveCounter, CollectiveRow, CollectiveTable
+from lightning_3d.dryrun.planned import Planned
+from lightning_3d.parallel.pipeline.schedule.actions import runnable_microbatches
+
+_Key = tuple[str, str]
+# Between stages, where no micro-batch computes.
+_BETWEEN = ("send", "receive", "send_receive")
+
+
+class SentByMicrobatch:
+    """Counts the collectives of a step, and those of one micro-batch in its middle, for which others count.
+
+    Attributes:
+        counter: To be entered around a step.
+
+    Args:
+        mesh: Names the axes.
+        planned: The training and its plan.
+    """
+
+    def __init__(self, mesh: DeviceMesh, planned: Planned) -> None:
+        self.counter = CollectiveCounter(mesh)
+        self._planned = planned
+        self._middle = planned.played // 2
+        self._in_middle: dict[_Key, CollectiveRow] = {}
+
+    def begin(self) -> None:
+        """Called before a step."""
+        self.counter.reset()
+        self._in_middle.clear()
+
+    @contextmanager
+    def during(self, microbatch: int | None) -> Iterator[None]:
+        """Context of a computation for a micro-batch, or for none."""
+        before = self.counter.table
+        yield
+        if microbatch == self._middle:
+            for key, row in _by_key(_difference(self.counter.table, before)).items():
+                known = self._in_middle.get(key)
+                self._in_middle[key] = row if known is None else _scaled_sum(known, row, 1)
+
+    def of_all(self) -> CollectiveTable:
+        """Returns the collectives of a step of all micro-batches, those of its batches together."""
+        planned = self._planned
+        missing = len(planned.parts) - planned.played
+        if not missing:
+            return self.counter.table
+        config = planned.training.config
+        played, all_ = (
+            runnable_microbatches(
+                config.pipeline_schedule, ranks=config.pipeline_parallel_size, microbatches=microbatches
+            )
+            for microbatches in (planned.played, len(planned.parts))
+        )
+        rows = []
+        for row in self.counter.table.rows:
+            if row.operation in _BETWEEN:
+                rows.append(_times(row, all_ / played))
+            else:
+                middle = self._in_middle.get((row.operation, row.axis))
+                rows.append(row if middle is None else _scaled_sum(row, middle, missing))
+        return CollectiveTable(rows=tuple(rows))
+
+
+def _by_key(rows: Iterable[CollectiveRow]) -> dict[_Key, CollectiveRow]:
+    return {(row.operation, row.axis): row for row in rows}
+
+
+def _difference(after: CollectiveTable, before: CollectiveTable) -> list[CollectiveRow]:
+    known = _by_key(before.rows)
+    rows = []
+    for row in after.rows:
+        old = known.get((row.operation, row.axis))
+        rows.append(row if old is None else _scaled_sum(row, old, -1))
+    return [row for row in rows if row.calls]
+
+
+def _scaled_sum(one: CollectiveRow, other: CollectiveRow, times: int) -> CollectiveRow:
+    return replace(
+        one,
+        calls=one.calls + times * other.calls,
+        payload=one.payload + times * other.payload,
+        wire=one.wire + times * other.wire,
+    )
+
+
+def _times(row: CollectiveRow, factor: float) -> CollectiveRow:
+    return replace(row, calls=round(row.calls * factor), payload=round(row.payload * factor), wire=row.wire * factor)
