@@ -127,9 +127,7 @@ class RankSteps:
     def _clip(self) -> None:
         largest = self._planned.training.clip_norm
         if largest is not None:
-            trained = [
-                each for optimizer in self._optimizers for group in optimizer.param_groups for each in group["params"]
-            ]
+            trained = [each for optimizer in self._optimizers for group in optimizer.param_groups for each in group["params"]]
             clip_by_norm(trained, largest, group=self._world, share=self._engine.share)
 
     @contextmanager

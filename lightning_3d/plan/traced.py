@@ -85,9 +85,7 @@ class TracedModel:
         return sum(part.kept[kind] for part in self.parts)
 
 
-def trace_model(
-    module: LightningModule, step: Callable[[], Any], *, stacks: Sequence[Stack] | None = None
-) -> TracedModel:
+def trace_model(module: LightningModule, step: Callable[[], Any], *, stacks: Sequence[Stack] | None = None) -> TracedModel:
     """Returns what each part of a module costs, for the batch that its step is given.
 
     Args:

@@ -74,10 +74,12 @@ def _block(one: TracedPart, samples: int) -> Part:
 
 
 def _kept(kept: Mapping[str, int], state: float, samples: int) -> dict[str, Bytes]:
-    found = {}
+    # A block that is computed again as a whole holds its input, which autograd does not save.
+    found = {"full": Bytes(whole=state)}
     for kind, size in kept.items():
-        whole = min(size / samples, state * (1 if kind == "full" else _WHOLE_STATES))
-        found[kind] = Bytes(whole=whole, cut=size / samples - whole)
+        if kind != "full":
+            whole = min(size / samples, _WHOLE_STATES * state)
+            found[kind] = Bytes(whole=whole, cut=size / samples - whole)
     return found
 
 
