@@ -40,17 +40,17 @@ class Verb:
 VERBS: Final = MappingProxyType(
     {
         "train": Verb(function="lightning_3d.train:run", summary="train, then test the best checkpoint"),
-        "convert": Verb(
-            function="lightning_3d.convert:run", summary="a checkpoint in another form: see convert --help"
+        "plan": Verb(
+            function="lightning_3d.dryrun.tracing:plan", summary="which mesh, why, how much memory and time: estimates"
         ),
         "dryrun": Verb(
             function="lightning_3d.dryrun:run", summary="any rank of any mesh, without devices: bytes, calls"
         ),
-        "plan": Verb(
-            function="lightning_3d.planner.command:run", summary="which mesh, why, how much memory and time: estimates"
-        ),
         "verify": Verb(
             function="lightning_3d.verify:run", summary="train on one device and on the mesh; a certificate"
+        ),
+        "convert": Verb(
+            function="lightning_3d.convert:run", summary="a checkpoint in another form: see convert --help"
         ),
         "doctor": Verb(function="lightning_3d.doctor:run", summary="look at the environment; findings and fixes"),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,9 @@ from lightning_3d.units import counted, format_count
 
 _JSON, _CONFIG_DIR = "--json", "--config-dir"
 
+# Sums in another order.
+_ROUNDING = 1e-9
+
 # From a configuration to the model of its module, for modules that are no reference decoders.
 Trace = Callable[[DictConfig], ModelGraph]
 
@@ -40,7 +44,7 @@ class Answer:
         found: What the search found; None if it was not asked for.
         rule: The rule of thumb, applied.
         look: The given mesh, looked at; None if there is none.
-        rank: How many meshes of the search are faster than the given one; None without both.
+        rank: Place of the given mesh among those of the search that fit; None without both.
         traffic: What a rank sends on the given mesh, or on the best one.
     """
 
@@ -68,9 +72,8 @@ class Answer:
         if self.look is not None:
             place = ""
             if self.rank is not None and self.found is not None:
-                best = self.found.best[0].step_seconds
-                slower = self.look.given.step_seconds / best - 1
-                place = f": {self.rank} shown or rejected meshes are faster, the best by {slower:.1%} of its time"
+                slower = self.look.given.step_seconds / self.found.times[0] - 1
+                place = f": place {self.rank} among {len(self.found.times)} that fit, {slower:.1%} slower than the best"
             parts.append(f"The mesh as given{place}\n{self.look}")
         if self.traffic:
             parts.append(f"What a rank sends in a step\n{self.traffic}")
@@ -98,7 +101,8 @@ class Answer:
                 {**one.as_dict(), "overrides": overrides(one, self.request)} for one in (found.best if found else ())
             ],
             "rejected": [{"mesh": one.mesh, "reason": one.reason} for one in (found.rejected if found else ())],
-            "searched": found and {"priced": found.priced, "fitting": found.fitting, "seconds": found.seconds},
+            "searched": found and {"priced": found.priced, "fitting": len(found.times), "seconds": found.seconds},
+            "rank": self.rank,
             "given": self.look and self.look.given.as_dict(),
             "facts": list(self.look.facts) if self.look else [],
             "claims": [
@@ -169,10 +173,10 @@ def plan(cfg: DictConfig, *, trace: Trace | None = None) -> Answer:
     found = search(pricer, request.devices, request.space, top=request.top)
     rule = apply_rule(pricer, request.devices, request.space, found)
     given = _look_if_possible(pricer, request)
-    faster = None
-    if given is not None and found.best:
-        faster = sum(one.step_seconds < given.given.step_seconds for one in found.best)
-    return Answer(request=request, parameters=parameters, found=found, rule=rule, look=given, rank=faster)
+    rank = None
+    if given is not None and found.times:
+        rank = bisect_left(found.times, given.given.step_seconds * (1 - _ROUNDING)) + 1
+    return Answer(request=request, parameters=parameters, found=found, rule=rule, look=given, rank=rank)
 
 
 def overrides(one: Prediction, request: Request) -> str:
@@ -218,7 +222,7 @@ def _look_if_possible(pricer: Pricer, request: Request) -> Look | None:
 
 
 def _found_text(found: Found, request: Request) -> str:
-    head = f"Best of {found.priced} meshes priced in {found.seconds:.2f} s, of which {found.fitting} fit"
+    head = f"Best of {found.priced} meshes priced in {found.seconds:.2f} s, of which {len(found.times)} fit"
     lines = [head]
     for place, one in enumerate(found.best, 1):
         lines += [f"{place}) {one}", f"  paste: {overrides(one, request)}"]

@@ -63,31 +63,36 @@ def _rank_memory(shared: Shared, case: Case, kind: Kind, flights: float) -> Memo
         ends = kind.has_first + kind.has_last
         received = 2 * case.stages_per_rank - ends
         buffers = case.microbatches * received * shared.state(case) * samples
+    # The worst moment is either the loss, or the backward of the block after it, whose gradients are reduced.
+    at_loss = logits > again + reducing
     return MemoryParts(
         parameters=states.parameters,
         gathered_parameters=gathered * recipe.computed,
-        gradients=states.gradients + reducing * recipe.reduced,
+        gradients=states.gradients + (0.0 if at_loss else reducing),
         optimizer=states.optimizer,
         activations=kept * samples * width,
-        recomputed=again if again >= logits else 0.0,
-        logits=logits if logits > again else 0.0,
+        recomputed=0.0 if at_loss else again,
+        logits=logits if at_loss else 0.0,
         communication_buffers=buffers,
         padding=padding,
     )
 
 
 def _units_at_work(shared: Shared, case: Case, kind: Kind) -> tuple[float, float]:
-    """Elements of whole weights and of whole gradients of the units that gather and reduce at a time."""
+    """Elements of whole weights that are gathered, and bytes of whole gradients of the unit that reduces."""
     mesh = case.mesh
     if not shared.software.shards_by_unit or mesh.shards == 1 or mesh.zero_stage == 0:
         return 0.0, 0.0
     tensor = mesh.tensor_parallel_size
     block = shared.largest_block(tensor)
+    reducing = block * shared.reduced
     if mesh.zero_stage < 3:
-        return 0.0, block
-    root = shared.ends(tensor, 1, kind)
-    # The root from the first forward to the last backward; a block at work and the next one.
-    return root + 2 * block, max(block, root)
+        return 0.0, reducing
+    # The root is whole from the first forward to the last backward, and the head's gradient waits for the embedding's;
+    # of the blocks, one is at work and the next one gathers.
+    if kind.has_last:
+        reducing += shared.model.last.parameters_on_rank(tensor) * shared.recipe.computed
+    return shared.ends(tensor, 1, kind) + 2 * block, reducing
 
 
 def _working(shared: Shared, case: Case, spans: Sequence[tuple[int, int]]) -> float:

@@ -117,6 +117,11 @@ class Part:
         """Operations of a forward."""
         return self.matmul_flops + self.attention_flops
 
+    @property
+    def is_block(self) -> bool:
+        """Whether it is one of the repeated parts: they keep something, and can compute it again."""
+        return bool(self.kept) and not self.logits
+
 
 @runtime_checkable
 class ModelGraph(Protocol):

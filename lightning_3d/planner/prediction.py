@@ -36,12 +36,12 @@ class MemoryParts(Parts):
     Attributes:
         parameters: Weights that are there all the time.
         gathered_parameters: Whole weights of the units at work.
-        gradients: As they wait for the optimizer, and those of the units at work.
+        gradients: As they wait for the optimizer, and those of the unit that reduces, unless ``logits`` are larger.
         optimizer: The optimizer's state, master weights included.
         activations: Of all micro-batches in flight, from forward to backward.
         recomputed: Of the block that is computed again.
-        logits: Scores over the vocabulary and what the loss makes of them; 0 where ``recomputed`` is larger, since
-            they are not there at the same time.
+        logits: Scores over the vocabulary and what the loss makes of them; 0 where a block's backward takes more,
+            since they are not there at the same time.
         communication_buffers: In which the pipeline axis receives.
         padding: Rows that the data axis adds so that its shards are equal.
     """

@@ -85,7 +85,7 @@ class Found:
         best: The fastest, each from another pair of pipeline and tensor degree.
         rejected: The nearest others.
         priced: Meshes that were priced.
-        fitting: Of these, meshes that fit.
+        times: Seconds of a step of those that fit, the least first.
         seconds: How long it took.
         closest: Where nothing fits: what needs least.
     """
@@ -93,7 +93,7 @@ class Found:
     best: tuple[Prediction, ...]
     rejected: tuple[Rejected, ...]
     priced: int
-    fitting: int
+    times: tuple[float, ...]
     seconds: float
     closest: Prediction | None = None
 
@@ -131,7 +131,7 @@ def search(pricer: Pricer, devices: int, space: Space, *, top: int = 3) -> Found
         best=best,
         rejected=tuple(_rejections(pricer, devices, space, ranked[top:], misfits, best[0] if best else None)),
         priced=priced,
-        fitting=len(fitting),
+        times=tuple(one.seconds for one in fitting),
         seconds=time.perf_counter() - began,
         closest=pricer.predict(least.case) if least is not None and not best else None,
     )

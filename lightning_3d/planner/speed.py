@@ -94,13 +94,13 @@ class Speed:
         attention = part.attention_flops * operations * self._attention_factor(part)
         moved = self._through_memory(part, samples, size, sequence_parallel)
         sums = self.sums(part, samples, tensor)
-        launch = constants.block_seconds if part.attention_flops else 0.0
+        launch = constants.block_seconds if part.is_block else 0.0
         forward = matmul + attention + moved + sums + launch
         again = 0.0
-        if part.attention_flops and kind == "full":
+        if part.is_block and kind == "full":
             # Computing again ends before the block's last sum.
             again = forward - (sums / part.sums if part.sums else 0.0)
-        elif part.attention_flops and kind == "selective":
+        elif part.is_block and kind == "selective":
             again = attention + (moved if self.software.selective == "products" else self._scores(part, samples, size))
         backward = 2 * (matmul + attention) + _BACKWARD_MEMORY * moved + sums + launch + again
         return PartTimes(forward, backward, again, 2 * sums)
@@ -201,7 +201,7 @@ class Speed:
         width = self.recipe.computed / 2
         if part.logits:
             moved = part.logits * self.software.logit_bytes * width / tensor
-        elif part.attention_flops:
+        elif part.is_block:
             kept = part.kept.get("none", Bytes())
             moved = kept.on_rank(tensor, sequence_parallel)
             if not self.software.fused_attention:

@@ -55,7 +55,7 @@ def _tensor(shared: Shared, case: Case, kind: Kind) -> Traffic:
     for part in (*parts, *(part for part, there in ends if there)):
         payload = round(part.state * case.batch.micro_size * shared.recipe.computed / 2)
         # What is computed again ends before the block's last sum.
-        extra = max(0, part.sums - 1) * again if part.attention_flops else 0
+        extra = max(0, part.sums - 1) * again if part.is_block else 0
         if part.sums:
             sums.append(Sums(forward=part.sums, backward=part.sums + extra, payload=payload))
     return tensor_traffic(

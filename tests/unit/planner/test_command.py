@@ -80,6 +80,10 @@ def test_the_text_says_what_it_is(article: Answer) -> None:
     assert "± 20%" in text
     assert "paste: strategy=default strategy.data_parallel_size=" in text
     assert "Rejected" in text
+    assert article.rank is not None
+    assert article.found is not None
+    assert f"place {article.rank} among {len(article.found.times)} that fit" in text
+    assert article.rank > 3
     assert "nodes of 8 devices" in text
 
 

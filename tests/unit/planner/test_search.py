@@ -1,5 +1,7 @@
 """The search: quick, never a mesh that does not fit, and each rejection with its number."""
 
+import time
+
 import pytest
 
 from lightning_3d.planner import BatchShape, DecoderShape, MeshShape, load_cluster, predict
@@ -18,11 +20,15 @@ def searched(shape: DecoderShape, cluster: str, nodes: int, size: int) -> Found:
 
 
 def test_16384_devices_in_half_a_second() -> None:
-    # The least of three: other programs may run beside it.
-    found = [searched(LLAMA_405B, "h100_x8", 2048, 4096) for _ in range(3)]
-    assert min(one.seconds for one in found) < 0.5
-    assert found[0].priced > 500
-    best = found[0].best[0]
+    # Time of this process, the least of three: other programs may run beside it.
+    times = []
+    for _ in range(3):
+        began = time.process_time()
+        found = searched(LLAMA_405B, "h100_x8", 2048, 4096)
+        times.append(time.process_time() - began)
+    assert min(times) < 0.5
+    assert found.priced > 500
+    best = found.best[0]
     assert best.mesh.devices == 16384
     assert best.fits
     assert best.mesh.tensor_parallel_size <= 8

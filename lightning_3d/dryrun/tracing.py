@@ -1,0 +1,49 @@
+"""The verb ``plan`` for any module: what no formula knows is traced, as a dry run would run it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_3d.dryrun.setup import MESH_STRATEGY, training_of
+from lightning_3d.plan.traced import trace_model
+from lightning_3d.planner.command import run
+from lightning_3d.planner.model import ModelGraph
+from lightning_3d.planner.traced import traced_model
+
+
+def plan(arguments: Sequence[str]) -> int:
+    """Plans as a command line asks.
+
+    Args:
+        arguments: Hydra's overrides without the verb; ``--json``, ``--config-dir DIR``.
+
+    Returns:
+        0 if a mesh was found or priced, 1 if nothing fits.
+
+    Raises:
+        Lightning3DError: The configuration is impossible.
+    """
+    return run(arguments, trace=model_of)
+
+
+def model_of(cfg: DictConfig) -> ModelGraph:
+    """Returns the price of a configuration's module, traced with one sample in 16 bit on one rank.
+
+    Args:
+        cfg: The composed configuration.
+
+    Raises:
+        Lightning3DError: The module cannot be built or its step cannot be run without values.
+    """
+    alone = copy.deepcopy(cfg)
+    alone.strategy = OmegaConf.create({"_target_": MESH_STRATEGY})
+    alone.trainer.devices, alone.trainer.num_nodes = 1, 1
+    alone.batch.global_size, alone.batch.micro_size = 1, None
+    training = replace(training_of(alone), precision="bf16-true")
+    module = training.built()
+    traced = trace_model(module, training.step_of(module, training.batch))
+    return traced_model(traced, module, samples=1)
