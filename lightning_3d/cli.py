@@ -40,7 +40,9 @@ class Verb:
 VERBS: Final = MappingProxyType(
     {
         "train": Verb(function="lightning_3d.train:run", summary="train, then test the best checkpoint"),
-        "dryrun": Verb(function="lightning_3d.dryrun:run", summary="any rank of any mesh, without devices: bytes, calls"),
+        "dryrun": Verb(
+            function="lightning_3d.dryrun:run", summary="any rank of any mesh, without devices: bytes, calls"
+        ),
         "doctor": Verb(function="lightning_3d.doctor:run", summary="look at the environment; findings and fixes"),
     }
 )

@@ -62,9 +62,7 @@ def _row(axes: Any, rank: RankReport) -> None:
     moments = [sample.operation for sample in rank.samples]
     heights = [[sample.categories.get(category, 0) / _GIB for sample in rank.samples] for category in seen]
     if moments:
-        axes.stackplot(
-            moments, heights, labels=[each.value for each in seen], colors=[_COLORS[each] for each in seen]
-        )
+        axes.stackplot(moments, heights, labels=[each.value for each in seen], colors=[_COLORS[each] for each in seen])
         axes.legend(loc="upper left", fontsize="x-small", ncols=4)
     peak = rank.peak.peak
     axes.axhline(peak.size / _GIB, color="black", linewidth=0.8, linestyle="--")

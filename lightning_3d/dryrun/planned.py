@@ -67,18 +67,14 @@ def planned(training: Training, *, all_microbatches: bool = False) -> Planned:
         casts=training.dtypes.shards_cast,
         step=training.step_of(module, first),
     )
-    kinds = tuple(
-        signature(part, size if len(sizes) > 1 else None) for part, size in zip(parts, sizes, strict=True)
-    )
+    kinds = tuple(signature(part, size if len(sizes) > 1 else None) for part, size in zip(parts, sizes, strict=True))
     of_kind = dict(reversed(list(zip(kinds, parts, strict=True))))
     records = {}
     if pipelined:
         computing = _as_it_computes(training, plan, module)
         records = {kind: _recorded(training, plan, computing, part) for kind, part in of_kind.items()}
     played = len(parts) if all_microbatches or len(of_kind) > 1 else enough_microbatches(training.config, len(parts))
-    return Planned(
-        training=training, plan=plan, parts=parts, sizes=sizes, kinds=kinds, records=records, played=played
-    )
+    return Planned(training=training, plan=plan, parts=parts, sizes=sizes, kinds=kinds, records=records, played=played)
 
 
 def enough_microbatches(config: StrategyConfig, count: int) -> int:

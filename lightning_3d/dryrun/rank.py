@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from lightning_3d.cost import TrafficRow
 from lightning_3d.counters import (
     Category,
-    CollectiveCounter,
     CollectiveRow,
     CollectiveTable,
     LiveBytes,
@@ -29,7 +29,6 @@ from lightning_3d.counters import (
 from lightning_3d.dryrun.buffers import missing_buffers, with_buffers
 from lightning_3d.dryrun.memory import FakeMemory
 from lightning_3d.dryrun.planned import Planned
-from lightning_3d.cost import TrafficRow
 from lightning_3d.dryrun.report import Padding, RankReport, Sample
 from lightning_3d.dryrun.sent import SentByMicrobatch
 from lightning_3d.dryrun.steps import RankSteps, give_state, optimizers_on_rank
@@ -100,9 +99,7 @@ class _Played:
     events: list[Event]
 
     @classmethod
-    def begin(
-        cls, planned: Planned, module: LightningModule, mesh: DeviceMesh, world: dist.ProcessGroup
-    ) -> _Played:
+    def begin(cls, planned: Planned, module: LightningModule, mesh: DeviceMesh, world: dist.ProcessGroup) -> _Played:
         training, plan = planned.training, stand_in_plan(planned.plan)
         policy = training.dtypes.fsdp_policy()
         engine = apply_plan(module, plan, mesh, world=world, device=_CPU, policy=policy)

@@ -130,7 +130,9 @@ class DryRunReport:
 
     def __str__(self) -> str:
         several = len(set(self.microbatches)) > 1
-        sizes = f"{', '.join(map(str, self.microbatches))} samples" if several else f"{self.microbatches[0]} samples each"
+        sizes = (
+            f"{', '.join(map(str, self.microbatches))} samples" if several else f"{self.microbatches[0]} samples each"
+        )
         head = [
             f"dry run    {self.plan.mesh}, {self.precision}",
             f"model      {self.plan.parameters}",

@@ -139,5 +139,7 @@ def _first_batch(data: LightningDataModule) -> Any:
     data.setup("fit")
     batch, _ = first_batch(data.train_dataloader())
     if batch is None:
-        raise BatchError("the data has no batch, and a dry run is given one.", fix="check the dataset and the batch size")
+        raise BatchError(
+            "the data has no batch, and a dry run is given one.", fix="check the dataset and the batch size"
+        )
     return batch

@@ -99,7 +99,7 @@ class RankSteps:
             output = self._step(index)
         between()
         with self._phase(f"backward of micro-batch {index}", index), self._engine.backward():
-            self._loss(index, output).backward()  # type: ignore[no-untyped-call]
+            self._loss(index, output).backward()
 
     def _scheduled(self, *, last: bool) -> None:
         stages, kinds = self._engine.stages, self._planned.kinds[: self._planned.played]
@@ -127,7 +127,9 @@ class RankSteps:
     def _clip(self) -> None:
         largest = self._planned.training.clip_norm
         if largest is not None:
-            trained = [each for optimizer in self._optimizers for group in optimizer.param_groups for each in group["params"]]
+            trained = [
+                each for optimizer in self._optimizers for group in optimizer.param_groups for each in group["params"]
+            ]
             clip_by_norm(trained, largest, group=self._world, share=self._engine.share)
 
     @contextmanager
