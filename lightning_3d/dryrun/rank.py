@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,9 @@ from lightning_3d.parallel.pipeline.schedule.timeline import Event, Timeline
 from lightning_3d.plan import MeshEngine, Plan, apply_plan, watch_calls
 
 _CPU = torch.device("cpu")
-_PHASES = {"F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights"}
+_PHASES: Mapping[str, str] = MappingProxyType(
+    {"F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights"}
+)
 
 
 def run_rank(planned: Planned, at: Coordinate, *, samples: int = 0) -> RankReport:

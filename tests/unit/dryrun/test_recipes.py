@@ -67,7 +67,7 @@ def test_a_stage_of_70b_on_many_ranks(data: int, ranks: int) -> None:
 
 
 def test_another_strategy_is_not_played() -> None:
-    with pytest.raises(ConfigError, match="lightning_3d.Mesh3DStrategy"):
+    with pytest.raises(ConfigError, match=r"lightning_3d\.Mesh3DStrategy"):
         run(["recipe=demo", "strategy=ddp"])
 
 
@@ -86,7 +86,8 @@ def test_coordinates_are_checked() -> None:
 def test_the_configuration_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["recipe=gpt3_175b", "--cfg", "job"]) == 0
     shown = capsys.readouterr().out
-    assert "pipeline_parallel_size: 4" in shown and "coordinates: null" in shown
+    assert "pipeline_parallel_size: 4" in shown
+    assert "coordinates: null" in shown
 
 
 @pytest.mark.parametrize("name", ["memory.png"])
