@@ -1,7 +1,8 @@
 """Lightning callbacks that know about meshes; all of them run with any strategy, and do what they can."""
 
 from lightning_3d.callbacks.checkpoint import EndCheckpoint
+from lightning_3d.callbacks.memory import MemoryMonitor
 from lightning_3d.callbacks.throughput import Throughput
 from lightning_3d.callbacks.timeline import PipelineTimeline
 
-__all__ = ["EndCheckpoint", "PipelineTimeline", "Throughput"]
+__all__ = ["EndCheckpoint", "MemoryMonitor", "PipelineTimeline", "Throughput"]

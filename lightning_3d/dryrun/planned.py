@@ -74,9 +74,7 @@ def planned(training: Training, *, all_microbatches: bool = False) -> Planned:
         computing = _as_it_computes(training, plan, module)
         records = {kind: _recorded(training, plan, computing, part) for kind, part in of_kind.items()}
     played = len(parts) if all_microbatches or len(of_kind) > 1 else enough_microbatches(training.config, len(parts))
-    return Planned(
-        training=training, plan=plan, parts=parts, sizes=sizes, kinds=kinds, records=records, played=played
-    )
+    return Planned(training=training, plan=plan, parts=parts, sizes=sizes, kinds=kinds, records=records, played=played)
 
 
 def enough_microbatches(config: StrategyConfig, count: int) -> int:

@@ -64,8 +64,8 @@ def _notes(found: Planned) -> tuple[str, ...]:
     notes = []
     if plan.data.engine == "ddp":
         notes.append(
-            "DistributedDataParallel reads memory, so ranks run without it: their gradients stay as its buckets do, and "
-            "its collectives are priced, not counted"
+            "DistributedDataParallel reads memory, so ranks run without it: their gradients stay as its buckets do, "
+            "and its collectives are priced, not counted"
         )
     if config.compile:
         notes.append("compile=True is left out: blocks run as they are, so what compiled ones save is not seen")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -17,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from lightning_3d.cost import TrafficRow
 from lightning_3d.counters import (
     Category,
-    CollectiveCounter,
     CollectiveRow,
     CollectiveTable,
     LiveBytes,
@@ -29,7 +30,6 @@ from lightning_3d.counters import (
 from lightning_3d.dryrun.buffers import missing_buffers, with_buffers
 from lightning_3d.dryrun.memory import FakeMemory
 from lightning_3d.dryrun.planned import Planned
-from lightning_3d.cost import TrafficRow
 from lightning_3d.dryrun.report import Padding, RankReport, Sample
 from lightning_3d.dryrun.sent import SentByMicrobatch
 from lightning_3d.dryrun.steps import RankSteps, give_state, optimizers_on_rank
@@ -44,7 +44,9 @@ from lightning_3d.parallel.pipeline.schedule.timeline import Event, Timeline
 from lightning_3d.plan import MeshEngine, Plan, apply_plan, watch_calls
 
 _CPU = torch.device("cpu")
-_PHASES = {"F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights"}
+_PHASES: Mapping[str, str] = MappingProxyType(
+    {"F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights"}
+)
 
 
 def run_rank(planned: Planned, at: Coordinate, *, samples: int = 0) -> RankReport:

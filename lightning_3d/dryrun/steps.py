@@ -99,7 +99,7 @@ class RankSteps:
             output = self._step(index)
         between()
         with self._phase(f"backward of micro-batch {index}", index), self._engine.backward():
-            self._loss(index, output).backward()  # type: ignore[no-untyped-call]
+            self._loss(index, output).backward()
 
     def _scheduled(self, *, last: bool) -> None:
         stages, kinds = self._engine.stages, self._planned.kinds[: self._planned.played]

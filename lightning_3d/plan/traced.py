@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,7 +86,9 @@ class TracedModel:
         return sum(part.kept[kind] for part in self.parts)
 
 
-def trace_model(module: LightningModule, step: Callable[[], Any], *, stacks: Sequence[Stack] | None = None) -> TracedModel:
+def trace_model(
+    module: LightningModule, step: Callable[[], Any], *, stacks: Sequence[Stack] | None = None
+) -> TracedModel:
     """Returns what each part of a module costs, for the batch that its step is given.
 
     Args:
@@ -196,10 +199,9 @@ def _run(module: LightningModule, step: Callable[[], Any], blocks: Sequence[str]
             run.end(output)
             return output
 
-        with _handled(module, blocks, handler), saved_tensors_hooks(run.save, lambda tensor: tensor):
-            # torch's own counter looks through a mode of its own.
-            with kept, CountsFlops(run.add):
-                step()
+        saving = saved_tensors_hooks(run.save, lambda tensor: tensor)
+        with _handled(module, blocks, handler), saving, kept, CountsFlops(run.add):
+            step()
     return run
 
 
@@ -209,7 +211,7 @@ def _handled(module: nn.Module, blocks: Sequence[str], handler: Callable[[str, C
         for name in blocks:
             block = module.get_submodule(name)
             at_end.callback(setattr, block, "__class__", type(block))
-            around_calls(block, lambda call, name=name: handler(name, call))
+            around_calls(block, partial(handler, name))
         yield
 
 

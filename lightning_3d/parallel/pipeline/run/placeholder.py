@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_3d.errors import ModuleError, user_line
 from lightning_3d.parallel.pipeline.record.hidden import Function, leaves, mapped
 from lightning_3d.parallel.pipeline.record.step import Origin
+from lightning_3d.shards.absent import form_of
 from lightning_3d.shards.foreign import check_not_handed_over
 from lightning_3d.shards.tensor import ShardTensor
 
@@ -68,7 +69,8 @@ class Placeholder(Tensor):
         again: Callable[[], Tensor | None] | None = None,
     ) -> Placeholder:
         """Returns a placeholder that shows a plain tensor."""
-        made = Tensor._make_subclass(cls, plain)
+        # In a dry run torch makes no other tensor of a fake one; what it shows is asked of the plain one anyway.
+        made = Tensor._make_subclass(cls, form_of(plain) if isinstance(plain, FakeTensor) else plain)
         made.plain, made.origin, made.bound, made.again = plain, origin, None, again
         made._wants_gradient = requires_grad
         return made
