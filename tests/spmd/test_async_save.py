@@ -49,7 +49,11 @@ class Saves(Callback):
 
 def fit(strategy: dict[str, Any], world: int, *callbacks: Callback, steps: int = 4) -> Trainer:
     L.seed_everything(5, verbose=False)
-    run = trainer(world, *callbacks, strategy=strategy, max_steps=steps, precision="64-true", enable_checkpointing=True)
+    # The Trainer's own would write into the current folder.
+    keeps = any(isinstance(each, ModelCheckpoint) for each in callbacks)
+    run = trainer(
+        world, *callbacks, strategy=strategy, max_steps=steps, precision="64-true", enable_checkpointing=keeps
+    )
     size = 8 // run.strategy.data_size
     run.fit(Module(), DataLoader(Samples(48), size), DataLoader(Samples(8), 2))
     return run
