@@ -48,7 +48,6 @@ class Request:
         evaluate: Price the given mesh alone.
         top: How many meshes to show.
         picture: Where a picture is written.
-        trial: Steps that the best meshes really run.
     """
 
     name: str
@@ -61,7 +60,6 @@ class Request:
     evaluate: bool
     top: int
     picture: str | None
-    trial: int
 
 
 def read_request(cfg: DictConfig) -> Request:
@@ -90,7 +88,6 @@ def read_request(cfg: DictConfig) -> Request:
         evaluate=bool(cfg.evaluate),
         top=int(cfg.top),
         picture=cfg.picture,
-        trial=int(cfg.trial),
     )
 
 
