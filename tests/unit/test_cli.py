@@ -51,7 +51,7 @@ def test_unknown_verb_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> N
     assert out == ""
     assert err.splitlines() == [
         "lightning-3d: error: there is no verb 'trian'",
-        "  valid: train, doctor",
+        "  valid: train, dryrun, doctor",
         "  fix: lightning-3d train",
     ]
 
