@@ -58,12 +58,10 @@ STAGE = ("recipe=llama3_70b", "strategy.pipeline_parallel_size=16", "coordinates
 @pytest.mark.parametrize(("data", "ranks"), [(128, 16384), (1024, 131072)])
 def test_a_stage_of_70b_on_many_ranks(data: int, ranks: int) -> None:
     overrides = (f"strategy.data_parallel_size={data}", f"batch.global_size={16 * data}")
-    report, seconds, memory = played(*STAGE, *overrides)
+    report, _, memory = played(*STAGE, *overrides)
     degrees = report["mesh"]
     assert degrees["data"] * degrees["pipeline"] * degrees["tensor"] == ranks
     assert memory < GIB
-    # Without the time of importing torch and Lightning, of which a test is no measure.
-    assert seconds < 40
 
 
 def test_another_strategy_is_not_played() -> None:
