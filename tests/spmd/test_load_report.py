@@ -114,7 +114,10 @@ def run(
     L.seed_everything(1, verbose=False)
     callbacks = [make() for make in options.pop("callbacks", ())]
     path, test = options.pop("path", None), options.pop("test", False)
-    fit = trainer(world, *callbacks, strategy=strategy, max_steps=steps, precision=precision, enable_checkpointing=True)
+    keeps = any(isinstance(each, ModelCheckpoint) for each in callbacks)
+    fit = trainer(
+        world, *callbacks, strategy=strategy, max_steps=steps, precision=precision, enable_checkpointing=keeps
+    )
     size = 8 // fit.strategy.data_size
     data = DataLoader(torch.randn(64, WIDTH, dtype=torch.float64 if precision == "64-true" else torch.float32), size)
     if test:
