@@ -32,7 +32,8 @@ def memory_hint(config: StrategyConfig, spec: MeshSpec) -> str:
         config: The options of this run.
         spec: Its mesh.
     """
-    steps = [*_fewer_samples(config, spec), *_recomputation(config), *_shards(config, spec), *_degrees(spec)]
+    planned = "`lightning-3d plan` says which meshes fit, `lightning-3d dryrun` what each rank of one holds and when"
+    steps = [*_fewer_samples(config, spec), *_recomputation(config), *_shards(config, spec), *_degrees(spec), planned]
     numbered = [f"  {number}. {step}" for number, step in enumerate(steps, start=1)]
     return "\n".join(["memory was not enough; what to try, in this order:", *numbered])
 
