@@ -48,7 +48,7 @@ def check(program: Program, inputs: tuple[Any, ...], block: Callable[[], Any]) -
     _set_states(generators, before)
     try:
         # A checkpoint around must not count what the program saves.
-        with exchange, saved_tensors_hooks(_same, _same), torch.set_grad_enabled(torch.is_grad_enabled()):
+        with exchange, saved_tensors_hooks(_detached, _detached), torch.set_grad_enabled(torch.is_grad_enabled()):
             outputs = program.body.function(*operands)
         difference = _difference(program, operands, program.operands(inputs), outputs, result)
     except Exception as failure:
@@ -108,8 +108,9 @@ def _nothing(_: str) -> None:
     return None
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+def _detached(tensor: Tensor) -> Tensor:
+    # An operation that saves its own result would keep it for good: Python does not see the cycle through autograd.
+    return tensor.detach()
 
 
 def _set_states(generators: tuple[torch.Generator, ...], states: Any) -> None:
