@@ -85,7 +85,7 @@ def _is_there(process: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("how", [(), _TORCHRUN], ids=["launched", "torchrun"])
+@pytest.mark.parametrize("how", [more(()), _TORCHRUN], ids=["launched", "torchrun"])
 @pytest.mark.parametrize(("rank", "strategy"), [(2, PIPELINE), more(0, ZERO)], ids=str)
 def test_the_traceback_of_the_rank_that_failed_comes_first(
     rank: int, strategy: dict[str, Any], how: tuple[str, ...], tmp_path: Path
@@ -103,7 +103,7 @@ def test_the_traceback_of_the_rank_that_failed_comes_first(
 
 
 @pytest.mark.parametrize("how", [(), more(*[_TORCHRUN])], ids=["launched", "torchrun"])
-@pytest.mark.parametrize(("rank", "strategy"), [(2, PIPELINE), (0, ZERO)], ids=str)
+@pytest.mark.parametrize(("rank", "strategy"), [more(2, PIPELINE), (0, ZERO)], ids=str)
 def test_a_rank_that_is_killed_is_named_with_its_last_step(
     rank: int, strategy: dict[str, Any], how: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -117,7 +117,7 @@ def test_a_rank_that_is_killed_is_named_with_its_last_step(
         assert "Signal 9 (SIGKILL)" in summary or f"rank {rank} has vanished" in summary, found.output
 
 
-@pytest.mark.parametrize("end", ["raise", more("kill"), "leave"])
+@pytest.mark.parametrize("end", [more("raise"), more("kill"), "leave"])
 def test_ranks_that_wait_for_nobody_end_too(end: str, tmp_path: Path) -> None:
     found = ended(end, 1, tmp_path, ZERO, place="alone")
     assert found.code != 0
@@ -186,7 +186,7 @@ def test_sigterm_saves_also_where_no_callback_does(strategy: dict[str, Any], tmp
     assert ended("none", 1, again, strategy).code == 0
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [more(0), 2])
 def test_sigterm_on_any_rank_ends_all_after_the_same_batch_with_a_checkpoint(rank: int, tmp_path: Path) -> None:
     found = ended("ask", rank, tmp_path, PIPELINE)
     assert "Traceback" not in found.output

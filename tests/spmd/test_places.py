@@ -183,7 +183,7 @@ def test_nothing_is_read_twice_or_never(
     assert rest == whole[steps:]
 
 
-@pytest.mark.parametrize("make", [several, stream, by_workers], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("make", [more(several), stream, more(by_workers)], ids=lambda each: each.__name__)
 def test_loaders_of_other_kinds(make: Callable[[int], Any], tmp_path: Path) -> None:
     world, strategy = MESHES["data 2"]
     whole = together(run_spmd(run, world, make, strategy, tmp_path / "a", None))

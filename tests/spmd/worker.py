@@ -27,6 +27,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.distributed.tensor import debug as tensor_debug
 
 _PR_SET_PDEATHSIG = 1
+_MANY_MODULES = 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,9 +85,15 @@ def serve(rank: int, connection: Connection, stacks: str) -> None:
     multiprocessing.set_start_method("fork", force=True)
     # Its own process group: Ctrl-C is the pool's business, and a kill reaches what the call has started.
     os.setpgid(0, 0)
+    looked_through = 0
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
         while True:
+            # Modules stay for good, and looking through them again takes longer than most calls. Only when there are
+            # many new ones: what a call leaves, as threads of process groups, may go later.
+            if len(sys.modules) > looked_through + _MANY_MODULES:
+                gc.freeze()
+                looked_through = len(sys.modules)
             try:
                 call: Call = pickle.loads(connection.recv_bytes())
             except EOFError:
@@ -107,9 +114,7 @@ def _answer(rank: int, call: Call) -> Reply:
         # Peers that wait for this rank notice the closed group at once.
         if dist.is_initialized():
             dist.destroy_process_group()
-        # What is left stays for good, modules above all: looking through them again takes longer than most calls.
         gc.collect()
-        gc.freeze()
 
 
 def _run(function: Callable[..., Any], rank: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
