@@ -1,7 +1,11 @@
-"""Where the packaged configuration lies: beside the package in a checkout, inside it once installed."""
+"""Where configuration lies: the packaged one, and modules of a user's own that it names."""
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from lightning_3d.errors import ConfigError
@@ -17,6 +21,20 @@ def conf_dir() -> Path:
 def recipe_files() -> dict[str, Path]:
     """Returns the packaged recipes, whole-run files, by name."""
     return {path.stem: path for path in sorted(_shipped("recipes").glob("*.yaml"))}
+
+
+@contextmanager
+def importable_here() -> Iterator[None]:
+    """Lets configurations name modules of the current directory, as ``python -m`` does."""
+    here = os.getcwd()
+    if here in sys.path or "" in sys.path:
+        yield
+        return
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
 
 
 def _shipped(name: str) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from lightning_3d.config.compose import compose_run
+from lightning_3d.config.search import importable_here
 
 _CONFIG_DIR = ("--config-dir", "-cd")
 _SAMPLES = 160
@@ -39,10 +39,7 @@ def run(arguments: Sequence[str]) -> int:
     from lightning_3d.dryrun.play import dry_run
     from lightning_3d.dryrun.setup import coordinates_of, training_of
 
-    if os.getcwd() not in sys.path:
-        # Configurations may name modules of the current directory, as with `python -m`.
-        sys.path.insert(0, os.getcwd())
-    with warnings.catch_warnings():
+    with importable_here(), warnings.catch_warnings():
         # Lightning's and torch's own uses of torch, about which nobody can do anything here.
         warnings.simplefilter("ignore")
         training = training_of(cfg)

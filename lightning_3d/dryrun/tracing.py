@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_3d.config.search import importable_here
 from lightning_3d.dryrun.setup import MESH_STRATEGY, training_of
 from lightning_3d.plan.traced import trace_model
 from lightning_3d.planner.command import run
@@ -27,7 +28,8 @@ def plan(arguments: Sequence[str]) -> int:
     Raises:
         Lightning3DError: The configuration is impossible.
     """
-    return run(arguments, trace=model_of)
+    with importable_here():
+        return run(arguments, trace=model_of)
 
 
 def model_of(cfg: DictConfig) -> ModelGraph:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from omegaconf import DictConfig
 
 from lightning_3d.config.compose import QUIET_RANK, run_hydra, with_overrides
 from lightning_3d.config.schema import RunConfig
+from lightning_3d.config.search import importable_here
 from lightning_3d.train.prepare import prepare
 
 
@@ -30,7 +29,7 @@ def run(arguments: Sequence[str]) -> int:
     """
     # Lightning's own use of torch; nobody who trains can act on it, and every rank would print it.
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
-    with _importable_here():
+    with importable_here():
         if "TORCHELASTIC_RUN_ID" in os.environ:
             # Ranks that exist already must learn from rank 0 what to do; torch is needed to ask it.
             from lightning_3d.train.agree import run_together
@@ -61,17 +60,3 @@ def _single_writer(arguments: Sequence[str]) -> list[str]:
     if os.environ["SLURM_PROCID"] != "0":
         own += QUIET_RANK
     return with_overrides(arguments, own)
-
-
-@contextmanager
-def _importable_here() -> Iterator[None]:
-    """Lets configurations name modules of the current directory, as ``python -m`` does."""
-    here = os.getcwd()
-    if here in sys.path or "" in sys.path:
-        yield
-        return
-    sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        sys.path.remove(here)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_3d.config.batch import local_batch_size
 from lightning_3d.config.compose import run_hydra
 from lightning_3d.config.schema import StrategyConfig
+from lightning_3d.config.search import importable_here
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh.spec import MeshSpec
 
@@ -43,7 +42,7 @@ def run(arguments: Sequence[str]) -> int:
             fix="lightning-3d verify ... on one machine, without torchrun or srun",
         )
     verdicts: list[bool] = []
-    with _importable_here():
+    with importable_here():
         run_hydra(lambda cfg: verdicts.append(_verified(cfg)), arguments, config_name=_CONFIG)
     return int(not all(verdicts))
 
@@ -123,17 +122,3 @@ def _modules(node: Any) -> Iterator[str]:
             yield node["_target_"].rpartition(".")[0]
         for value in node.values():
             yield from _modules(value)
-
-
-@contextmanager
-def _importable_here() -> Iterator[None]:
-    """Lets configurations name modules of the current directory, as ``python -m`` does."""
-    here = os.getcwd()
-    if here in sys.path or "" in sys.path:
-        yield
-        return
-    sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        sys.path.remove(here)
