@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from lightning_3d.config.rules import (
     AUTO_COUNT,
@@ -30,6 +30,9 @@ NEW_PROGRAMS, IN_NOTEBOOKS = "popen", "fork"
 START_METHODS = (NEW_PROGRAMS, "spawn", IN_NOTEBOOKS, "forkserver")
 V_SCHEDULES = ("zbvzerobubble", "dualpipev")
 SCHEDULES = (*ONE_STAGE_SCHEDULES, "loopedbfs", "interleaved1f1b", "interleavedzerobubble", *V_SCHEDULES)
+
+# The ``_target_`` of the strategy that has a mesh.
+MESH_STRATEGY = "lightning_3d.Mesh3DStrategy"
 
 
 @dataclass
@@ -230,3 +233,10 @@ def _refuse(problems: list[str]) -> None:
     many = len(problems) > 1
     listed = "".join(f"\n  - {problem}" for problem in problems) if many else f" {problems[0]}"
     raise ConfigError(f"impossible option{'s' if many else ''} of Mesh3DStrategy:{listed}")
+
+
+def strategy_options(strategy: DictConfig) -> dict[str, Any]:
+    """Returns the options in a configuration's node of the strategy, without Hydra's own keys."""
+    values = OmegaConf.to_container(strategy, resolve=True)
+    assert isinstance(values, dict)
+    return {str(name): value for name, value in values.items() if not str(name).startswith("_")}

@@ -12,13 +12,12 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lightning_3d.batches.peek import first_batch
 from lightning_3d.config.batch import local_batch_size
-from lightning_3d.config.schema import StrategyConfig
+from lightning_3d.config.schema import MESH_STRATEGY, StrategyConfig, strategy_options
 from lightning_3d.dryrun.training import Training
 from lightning_3d.errors import BatchError, ConfigError, MeshError
 from lightning_3d.mesh.spec import AXIS_KEYS, Coordinate, MeshSpec
 from lightning_3d.precision import PRECISIONS
 
-MESH_STRATEGY = "lightning_3d.Mesh3DStrategy"
 _STEPS = 1000
 
 
@@ -39,9 +38,7 @@ def training_of(cfg: DictConfig) -> Training:
         raise ConfigError(
             f"strategy={cfg.strategy.get('_target_')} is played by nobody but its own processes.", valid=MESH_STRATEGY
         )
-    options = OmegaConf.to_container(cfg.strategy, resolve=True)
-    assert isinstance(options, dict)
-    config = StrategyConfig.from_mapping({str(k): v for k, v in options.items() if not str(k).startswith("_")})
+    config = StrategyConfig.from_mapping(strategy_options(cfg.strategy))
     mesh = _mesh(cfg, config)
     if cfg.batch.global_size is not None:
         cfg.batch.local_size = local_batch_size(cfg.batch.global_size, mesh.data)
@@ -102,14 +99,7 @@ def _mesh(cfg: DictConfig, config: StrategyConfig) -> MeshSpec:
             "there are.",
             fix="strategy.data_parallel_size=16, or trainer.devices=8 trainer.num_nodes=64",
         )
-    return MeshSpec.resolve(
-        world,
-        data="auto" if isinstance(data, str) else data,
-        pipeline=config.pipeline_parallel_size,
-        tensor=config.tensor_parallel_size,
-        data_replicate=config.data_replicate_size,
-        rank_order=config.rank_order,
-    )
+    return MeshSpec.of(config, world)
 
 
 def _world(devices: Any, nodes: int) -> int | None:

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_3d.config.schema import MESH_STRATEGY
 from lightning_3d.config.search import importable_here
-from lightning_3d.dryrun.setup import MESH_STRATEGY, training_of
+from lightning_3d.dryrun.setup import training_of
 from lightning_3d.plan.traced import trace_model
 from lightning_3d.planner.command import run
 from lightning_3d.planner.model import ModelGraph

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_3d.config.schema import StrategyConfig
 from lightning_3d.errors import MeshError, nearest
 from lightning_3d.units import counted
 
@@ -102,6 +103,23 @@ class MeshSpec:
                 fix=f"data_replicate_size={math.gcd(self.data, self.data_replicate)}",
             )
         object.__setattr__(self, "rank_order", _checked_order(self.rank_order))
+
+    @classmethod
+    def of(cls, config: StrategyConfig, world: int) -> MeshSpec:
+        """Returns the spec that a strategy's options make of a world of processes.
+
+        Raises:
+            MeshError: The degrees do not multiply to the world, or `MeshSpec` refuses one of them.
+        """
+        size = config.data_parallel_size
+        return cls.resolve(
+            world,
+            data=size if isinstance(size, int) else "auto",
+            pipeline=config.pipeline_parallel_size,
+            tensor=config.tensor_parallel_size,
+            data_replicate=config.data_replicate_size,
+            rank_order=config.rank_order,
+        )
 
     @classmethod
     def resolve(

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_3d.config.batch import num_microbatches
-from lightning_3d.config.schema import ONE_STAGE_SCHEDULES, StrategyConfig
+from lightning_3d.config.schema import MESH_STRATEGY, ONE_STAGE_SCHEDULES, StrategyConfig, strategy_options
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh.spec import MeshSpec
 from lightning_3d.planner.case import Case
@@ -18,7 +18,6 @@ from lightning_3d.planner.cluster import Cluster
 from lightning_3d.planner.search import Space
 from lightning_3d.planner.shapes import BatchShape, DecoderShape, MeshShape
 
-_MESH_STRATEGY = "lightning_3d.Mesh3DStrategy"
 _GPT, _LLAMA = "lightning_3d.reference.gpt.GPT", "lightning_3d.reference.llama.Llama"
 _RECIPES: Mapping[str, str] = MappingProxyType(
     {
@@ -152,20 +151,12 @@ def _space(cfg: DictConfig, size: int) -> Space:
 
 def _given(cfg: DictConfig, devices: int, size: int) -> Case | None:
     """The mesh of the configuration on these devices; None if it is of another strategy, or does not fit them."""
-    values = _plain(cfg.strategy)
-    if values.get("_target_") != _MESH_STRATEGY:
+    if cfg.strategy.get("_target_") != MESH_STRATEGY:
         if cfg.evaluate:
             raise ConfigError("strategy is not Mesh3DStrategy: it has no mesh to evaluate.", fix="strategy=default")
         return None
-    options = StrategyConfig.from_mapping({name: value for name, value in values.items() if not name.startswith("_")})
-    spec = MeshSpec.resolve(
-        devices,
-        data=options.data_parallel_size if isinstance(options.data_parallel_size, int) else "auto",
-        pipeline=options.pipeline_parallel_size,
-        tensor=options.tensor_parallel_size,
-        data_replicate=options.data_replicate_size,
-        rank_order=options.rank_order,
-    )
+    options = StrategyConfig.from_mapping(strategy_options(cfg.strategy))
+    spec = MeshSpec.of(options, devices)
     stages = options.stages_per_rank
     if not isinstance(stages, int):
         stages = 1 if options.pipeline_schedule in ONE_STAGE_SCHEDULES else 2

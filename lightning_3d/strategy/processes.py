@@ -92,14 +92,7 @@ class MeshStrategy(ParallelStrategy):
     def mesh_spec(self) -> MeshSpec:
         """Degrees, coordinates and groups of the mesh, known once the Trainer is built."""
         if self._spec is None:
-            self._spec = MeshSpec.resolve(
-                self.num_nodes * self.num_processes,
-                data=self.config.data_parallel_size,  # type: ignore[arg-type]
-                pipeline=self.config.pipeline_parallel_size,
-                tensor=self.config.tensor_parallel_size,
-                data_replicate=self.config.data_replicate_size,
-                rank_order=self.config.rank_order,
-            )
+            self._spec = MeshSpec.of(self.config, self.num_nodes * self.num_processes)
         return self._spec
 
     @property

@@ -7,17 +7,16 @@ import pkgutil
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_3d.config.batch import local_batch_size, num_microbatches
-from lightning_3d.config.schema import BatchConfig, RunConfig, StrategyConfig
+from lightning_3d.config.schema import MESH_STRATEGY, BatchConfig, RunConfig, StrategyConfig, strategy_options
 from lightning_3d.errors import CheckpointError, ConfigError, nearest
 from lightning_3d.mesh.spec import MeshSpec
 
-MESH_STRATEGY = "lightning_3d.Mesh3DStrategy"
 SINGLE_STRATEGY = "lightning.pytorch.strategies.SingleDeviceStrategy"
 
 Schema = TypeVar("Schema", RunConfig, BatchConfig)
@@ -48,9 +47,9 @@ def prepare(cfg: DictConfig) -> RunConfig:
     run.ckpt_path = cfg.ckpt_path = _newest(runs) if run.ckpt_path == _LAST else _found_checkpoint(run.ckpt_path)
     options = None
     if cfg.strategy.get("_target_") == MESH_STRATEGY:
-        options = StrategyConfig.from_mapping(_options(cfg.strategy))
+        options = StrategyConfig.from_mapping(strategy_options(cfg.strategy))
     world = _world(cfg)
-    spec = MeshSpec.resolve(world) if options is None else _mesh(options, world)
+    spec = MeshSpec.resolve(world) if options is None else MeshSpec.of(options, world)
     batch = typed(cfg.get("batch", OmegaConf.create()), BatchConfig)
     if batch.global_size is not None:
         local = local_batch_size(batch.global_size, spec.data)
@@ -86,24 +85,6 @@ def typed(cfg: DictConfig, schema: type[Schema]) -> Schema:
         raise ConfigError(str(error.msg or error)) from error
     assert isinstance(values, schema)
     return values
-
-
-def _options(strategy: DictConfig) -> dict[str, Any]:
-    values = OmegaConf.to_container(strategy, resolve=True)
-    assert isinstance(values, dict)
-    return {str(name): value for name, value in values.items() if not str(name).startswith("_")}
-
-
-def _mesh(options: StrategyConfig, world: int) -> MeshSpec:
-    size = options.data_parallel_size
-    return MeshSpec.resolve(
-        world,
-        data=size if isinstance(size, int) else "auto",
-        pipeline=options.pipeline_parallel_size,
-        tensor=options.tensor_parallel_size,
-        data_replicate=options.data_replicate_size,
-        rank_order=options.rank_order,
-    )
 
 
 def _found_checkpoint(path: str | None) -> str | None:

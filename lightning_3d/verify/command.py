@@ -11,13 +11,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_3d.config.batch import local_batch_size
 from lightning_3d.config.compose import run_hydra
-from lightning_3d.config.schema import StrategyConfig
+from lightning_3d.config.schema import MESH_STRATEGY, StrategyConfig, strategy_options
 from lightning_3d.config.search import importable_here
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh.spec import MeshSpec
 
 _CONFIG = "verify"
-_MESH_STRATEGY = "lightning_3d.Mesh3DStrategy"
 # What a few steps take over from the trainer of the configuration.
 _TRAINER = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
 _LAUNCHED = ("TORCHELASTIC_RUN_ID", "SLURM_STEP_ID")
@@ -77,25 +76,15 @@ def _verified(cfg: DictConfig) -> bool:
 
 def _prepare(cfg: DictConfig) -> tuple[dict[str, Any], MeshSpec]:
     """Fills in what follows from the mesh, and returns the strategy's options and the mesh."""
-    if cfg.strategy.get("_target_") != _MESH_STRATEGY:
+    if cfg.strategy.get("_target_") != MESH_STRATEGY:
         raise ConfigError(
             f"verify compares a mesh with one device, but strategy._target_={cfg.strategy.get('_target_')}",
-            valid=_MESH_STRATEGY,
+            valid=MESH_STRATEGY,
             fix="strategy=3d",
         )
-    values = OmegaConf.to_container(cfg.strategy, resolve=True)
-    assert isinstance(values, dict)
-    options = {str(name): value for name, value in values.items() if not str(name).startswith("_")}
+    options = strategy_options(cfg.strategy)
     config = StrategyConfig.from_mapping(options)
-    size = config.data_parallel_size
-    mesh = MeshSpec.resolve(
-        _devices(cfg, config),
-        data=size if isinstance(size, int) else "auto",
-        pipeline=config.pipeline_parallel_size,
-        tensor=config.tensor_parallel_size,
-        data_replicate=config.data_replicate_size,
-        rank_order=config.rank_order,
-    )
+    mesh = MeshSpec.of(config, _devices(cfg, config))
     batch = cfg.get("batch")
     if batch is not None and batch.get("global_size") is not None:
         batch.local_size = local_batch_size(int(batch.global_size), mesh.data)

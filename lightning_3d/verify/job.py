@@ -83,15 +83,7 @@ def mesh_of(options: dict[str, Any], world: int) -> MeshSpec:
     Raises:
         MeshError: The degrees do not make the world.
     """
-    config = StrategyConfig.from_mapping(options)
-    return MeshSpec.resolve(
-        world,
-        data=config.data_parallel_size,  # type: ignore[arg-type]  # checked by its rule
-        pipeline=config.pipeline_parallel_size,
-        tensor=config.tensor_parallel_size,
-        data_replicate=config.data_replicate_size,
-        rank_order=config.rank_order,
-    )
+    return MeshSpec.of(StrategyConfig.from_mapping(options), world)
 
 
 def take_batches(rank: int, order: TakeOrder) -> dict[str, Any]:
