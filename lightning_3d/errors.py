@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from traceback import walk_stack, walk_tb
@@ -83,6 +83,17 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """Returns the known name closest to ``name``, for "did you mean" texts, or None if none is close."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return found[0] if found else None
+
+
+def few(names: Sequence[str]) -> str:
+    """Returns the first five names as text."""
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+
+
+def few_and_more(names: Iterable[str]) -> str:
+    """Returns the first eight names as text, and how many more there are."""
+    listed = [*names]
+    return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
 
 
 def user_line(error: BaseException | None = None) -> str:

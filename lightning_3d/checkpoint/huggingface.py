@@ -26,12 +26,11 @@ from torch.futures import Future
 
 from lightning_3d.checkpoint.sources import Form, TensorSource
 from lightning_3d.checkpoint.tensors import read_tensors
-from lightning_3d.errors import CheckpointError
+from lightning_3d.errors import CheckpointError, few
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 _DAMAGED = "copy or download the weights again, these are damaged"
-_SHOWN = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +80,7 @@ class HuggingFaceTensors(TensorSource):
         lost = [name for name in listed if name not in forms]
         if lost:
             raise CheckpointError(
-                f"the index of {path} names {len(lost)} tensors that are not in their files ({_few(lost)})",
+                f"the index of {path} names {len(lost)} tensors that are not in their files ({few(lost)})",
                 fix=_DAMAGED,
             )
         self.forms: Mapping[str, Form] = forms
@@ -224,7 +223,3 @@ def _opened(file: Path) -> Any:
         raise CheckpointError(f"there is no file {file}", fix=_DAMAGED) from error
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}", fix=_DAMAGED) from error
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

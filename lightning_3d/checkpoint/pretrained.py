@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,14 +21,13 @@ from lightning_3d.checkpoint.packed import NO_LAYOUTS, unpacked
 from lightning_3d.checkpoint.restore import open_checkpoint
 from lightning_3d.checkpoint.sources import DirectoryTensors, Form, MappedTensors, TensorSource
 from lightning_3d.checkpoint.store import MODULE_KEY
-from lightning_3d.errors import CheckpointError
+from lightning_3d.errors import CheckpointError, few_and_more
 from lightning_3d.graph.parameters import class_name
 from lightning_3d.shards.layout import Layout
 
 # Where Lightning's FSDPStrategy keeps the module in a directory.
 _FSDP_KEY = "model"
 _FIX = "give a directory of safetensors, or a checkpoint that lightning_3d or Lightning saved"
-_SHOWN = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +75,7 @@ class PretrainedReport:
     def unmatched(self) -> str:
         """What did not match, in words; empty if all did."""
         kinds = {"of the module have no stored values": self.missing, "stored have no place in it": self.unexpected}
-        return "; ".join(f"{len(names)} {kind} ({_few(names)})" for kind, names in kinds.items() if names)
+        return "; ".join(f"{len(names)} {kind} ({few_and_more(names)})" for kind, names in kinds.items() if names)
 
 
 def open_weights(path: Path) -> Weights:
@@ -101,7 +100,7 @@ def open_weights(path: Path) -> Weights:
     elif path.is_dir():
         raise CheckpointError(
             f"{path} holds no weights that can be read",
-            valid=f"*.safetensors, .metadata; there is {_few(sorted(child.name for child in path.iterdir()))}",
+            valid=f"*.safetensors, .metadata; there is {few_and_more(sorted(child.name for child in path.iterdir()))}",
             fix="model.save_pretrained(DIR) of Hugging Face writes safetensors",
         )
     else:
@@ -139,8 +138,8 @@ def load_pretrained(
     matching = match({name: form.shape for name, form in forms.items()}, {n: t.shape for n, t in targets.items()})
     if not matching.names:
         raise CheckpointError(
-            f"no name in {path} is one of {class_name(module)}: there is {_few(forms)}",
-            valid=_few(targets),
+            f"no name in {path} is one of {class_name(module)}: there is {few_and_more(forms)}",
+            valid=few_and_more(targets),
             fix="give the weights of this model",
         )
     _check_forms(forms, targets, matching, path)
@@ -204,7 +203,7 @@ def _check_forms(forms: Mapping[str, Form], targets: Mapping[str, Tensor], match
     ]
     if wrong:
         raise CheckpointError(
-            f"{len(wrong)} weights of {path} have another shape or kind: {_few(wrong)}",
+            f"{len(wrong)} weights of {path} have another shape or kind: {few_and_more(wrong)}",
             fix="build the model with the sizes of the weights",
         )
 
@@ -229,8 +228,3 @@ def _check_ties(
 def _local(tensor: Tensor) -> Tensor:
     tensor = unpacked(tensor)
     return tensor.to_local() if is_cut(tensor) else tensor  # type: ignore[union-attr]
-
-
-def _few(names: Iterable[str]) -> str:
-    listed: Sequence[str] = [*names]
-    return ", ".join(listed[:_SHOWN]) + (f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,11 @@ from lightning_3d.checkpoint.gathering import gather_whole
 from lightning_3d.checkpoint.layout import canonical, laid_out, module_tensors
 from lightning_3d.checkpoint.packed import NO_LAYOUTS, unpacked
 from lightning_3d.checkpoint.report import LoadedPart
-from lightning_3d.errors import CheckpointError
+from lightning_3d.errors import CheckpointError, few
 from lightning_3d.graph.parameters import class_name
 from lightning_3d.shards.absent import form_of
 from lightning_3d.shards.layout import Layout
 from lightning_3d.shards.presence import Presence
-
-_SHOWN = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,13 +164,9 @@ def _misfit(
         "unexpected": [name for name in state if name not in expected],
         "of another shape": list(shapes.values()),
     }
-    found = [f"{len(names)} {kind} ({_shown(sorted(names))})" for kind, names in kinds.items() if names]
+    found = [f"{len(names)} {kind} ({few(sorted(names))})" for kind, names in kinds.items() if names]
     strict_fix = "load the checkpoint of this model, or let it load in part: LightningModule.strict_loading = False"
     return CheckpointError(
         f"the checkpoint does not fit {class_name(module)}: {', '.join(found) or error}",
         fix="build the model with the sizes it was saved with" if shapes else strict_fix,
     )
-
-
-def _shown(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

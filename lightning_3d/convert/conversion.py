@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,13 +16,12 @@ from lightning_3d.convert.contents import Contents, Kind, read_contents
 from lightning_3d.convert.progress import Progress
 from lightning_3d.convert.safetensors_files import Export, choose, save_files
 from lightning_3d.convert.torch_file import save_streamed
-from lightning_3d.errors import CheckpointError
+from lightning_3d.errors import CheckpointError, few_and_more
 
 MESH, TORCH, SAFETENSORS = "mesh", "torch", "safetensors"
 FORMS = (TORCH, SAFETENSORS, MESH)
 SIZE = "5GB"
 _ALREADY: Mapping[Kind, str] = {Kind.MESH: MESH, Kind.FILE: TORCH}
-_SHOWN = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,9 +118,9 @@ def _said(export: Export, *, guessed: bool) -> list[str]:
     elif guessed:
         lines.append("  names are as in the LightningModule: no one attribute holds everything (--prefix NAME.)")
     if export.tied:
-        lines.append(f"  tied, and written once: {_few(export.tied)}")
+        lines.append(f"  tied, and written once: {few_and_more(export.tied)}")
     if export.outside:
-        lines.append(f"  left out: {_few(export.outside)}")
+        lines.append(f"  left out: {few_and_more(export.outside)}")
     lines.append("  from_pretrained needs config.json beside it: model.config.save_pretrained(OUT)")
     return lines
 
@@ -135,7 +134,3 @@ def _written(contents: Contents, out: Path, values: Iterable[object]) -> str:
 def _nbytes(*trees: object) -> int:
     leaves = {id(leaf): leaf for tree in trees for leaf in tree_leaves(tree) if isinstance(leaf, StoredTensor)}
     return sum(leaf.numel() * leaf.itemsize for leaf in leaves.values())
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
