@@ -27,6 +27,7 @@ HYDRA_VERSION_BASE = "1.3"
 # Hydra's arguments for every rank but the first, which alone writes .hydra and the log.
 QUIET_RANK = ("hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none")
 _FULL_ERROR = "HYDRA_FULL_ERROR"
+_CONFIG_DIR, _CFG = ("--config-dir", "-cd"), ("--cfg", "-c")
 
 
 def compose_run(
@@ -46,6 +47,30 @@ def compose_run(
     home = hydra.initialize_config_dir(str(conf_dir()), version_base=HYDRA_VERSION_BASE)
     with packaged_recipes(), readable_errors(), home:
         return hydra.compose(config_name, overrides=[*own, *overrides])
+
+
+def command_words(arguments: Sequence[str]) -> tuple[list[str], Path | None, bool]:
+    """Returns what the words of a verb say that composes a configuration and runs no job of Hydra's.
+
+    Args:
+        arguments: Hydra's overrides, ``--config-dir DIRECTORY``, and ``--cfg job`` to show the configuration alone.
+
+    Returns:
+        The overrides, the user's own directory of configuration, and whether to show the configuration alone.
+    """
+    words, overrides, directory, shows = list(arguments), [], None, False
+    while words:
+        word = words.pop(0)
+        name, _, value = word.partition("=")
+        if name in _CONFIG_DIR:
+            directory = Path(value or (words.pop(0) if words else ""))
+        elif name in _CFG:
+            shows = True
+            if not value and words:
+                words.pop(0)
+        else:
+            overrides.append(word)
+    return overrides, directory, shows
 
 
 def run_hydra(task: Callable[[DictConfig], Any], arguments: Sequence[str], *, config_name: str = "train") -> None:

@@ -10,10 +10,9 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from lightning_3d.config.compose import compose_run
+from lightning_3d.config.compose import command_words, compose_run
 from lightning_3d.config.search import importable_here
 
-_CONFIG_DIR = ("--config-dir", "-cd")
 _SAMPLES = 160
 
 
@@ -29,7 +28,7 @@ def run(arguments: Sequence[str]) -> int:
     Raises:
         Lightning3DError: The configuration is impossible, or the strategy would refuse the module.
     """
-    overrides, config_dir, shows = _parsed(list(arguments))
+    overrides, config_dir, shows = command_words(arguments)
     cfg = compose_run(overrides, config_name="dryrun", config_dir=config_dir)
     if shows:
         print(OmegaConf.to_yaml(cfg), end="")
@@ -50,19 +49,3 @@ def run(arguments: Sequence[str]) -> int:
     if cfg.picture:
         print(f"picture    {draw(report, Path(cfg.picture))}", file=sys.stderr if cfg.json else sys.stdout)
     return 0
-
-
-def _parsed(arguments: list[str]) -> tuple[list[str], Path | None, bool]:
-    overrides, directory, shows = [], None, False
-    while arguments:
-        word = arguments.pop(0)
-        name, _, value = word.partition("=")
-        if name in _CONFIG_DIR:
-            directory = Path(value or (arguments.pop(0) if arguments else ""))
-        elif name in ("--cfg", "-c"):
-            shows = True
-            if not value and arguments:
-                arguments.pop(0)
-        else:
-            overrides.append(word)
-    return overrides, directory, shows

@@ -6,12 +6,11 @@ import json
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from lightning_3d.config.compose import compose_run
+from lightning_3d.config.compose import command_words, compose_run
 from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.planner.article import Look, look_at
 from lightning_3d.planner.decoder import decoder_model
@@ -25,7 +24,7 @@ from lightning_3d.planner.steps import Rule, apply_rule
 from lightning_3d.planner.traffic import step_traffic
 from lightning_3d.units import counted, format_count
 
-_JSON, _CONFIG_DIR = "--json", "--config-dir"
+_JSON = "--json"
 
 # Sums in another order.
 _ROUNDING = 1e-9
@@ -117,7 +116,7 @@ def run(arguments: Sequence[str], *, trace: Trace | None = None) -> int:
 
     Args:
         arguments: Hydra's overrides without the verb; ``--json`` prints plain data, ``--config-dir DIR`` adds a
-            directory of configuration.
+            directory of configuration, ``--cfg job`` shows the configuration alone.
         trace: Makes the model of a module that is no reference decoder.
 
     Returns:
@@ -126,14 +125,12 @@ def run(arguments: Sequence[str], *, trace: Trace | None = None) -> int:
     Raises:
         Lightning3DError: The configuration is impossible.
     """
-    words = list(arguments)
+    words, directory, shows = command_words(arguments)
     words = ["json=true" if word == _JSON else word for word in words]
-    directory = None
-    if _CONFIG_DIR in words:
-        at = words.index(_CONFIG_DIR)
-        directory = Path(words[at + 1])
-        del words[at : at + 2]
     cfg = compose_run(words, config_name="plan", config_dir=directory)
+    if shows:
+        print(OmegaConf.to_yaml(cfg), end="")
+        return 0
     answer = plan(cfg, trace=trace)
     print(json.dumps(answer.as_dict(), indent=2) if cfg.json else answer)
     shown = answer.found.best if answer.found else ()
