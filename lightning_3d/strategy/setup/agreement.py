@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,6 @@ from lightning.pytorch import LightningModule
 
 from lightning_3d.checkpoint.agreement import gather
 from lightning_3d.errors import Lightning3DError, ModuleError, PlanError
-from lightning_3d.faults.report import grouped
 from lightning_3d.initial.replay import InitTape
 from lightning_3d.parallel.tensor.plan import TensorPlan
 from lightning_3d.parallel.tensor.proof.prove import startup_proof
@@ -20,6 +18,7 @@ from lightning_3d.parallel.tensor.proof.ranks import StepCall
 from lightning_3d.parallel.tensor.proof.result import Proof, Skipped
 from lightning_3d.plan import Plan
 from lightning_3d.strategy.setup.first_step import FirstStep
+from lightning_3d.strategy.setup.program import differing, unlike
 
 _SAME_CODE = "run the same code on all ranks, and take the same branches for the first batch"
 
@@ -58,7 +57,7 @@ def agreed_plan(plan: Plan, group: dist.ProcessGroup) -> Plan:
 def _check_same_parameters(plan: Plan, group: dist.ProcessGroup) -> None:
     shown = {row.names[0]: f"{row.shape} {row.dtype}" for row in plan.parameters.rows}
     shown |= {name: f"tied to {row.names[0]}" for row in plan.parameters.rows for name in row.names[1:]}
-    found = first_difference(shown, group)
+    found = _first_difference(shown, group)
     if found is not None:
         raise ModuleError(
             f"the ranks have built different modules: '{found[0]}' is {found[1]}.",
@@ -72,7 +71,7 @@ def _check_same_stages(plan: Plan, group: dist.ProcessGroup) -> None:
         blocks = plan.pipeline.blocks
         shown = {f"stage {each.index}": ", ".join(blocks[each.first : each.end]) for each in plan.pipeline.stages}
         shown |= {name: f"on stages {stages}" for name, stages in plan.pipeline.holders.items()}
-    found = first_difference(shown, group)
+    found = _first_difference(shown, group)
     if found is not None:
         raise PlanError(
             f"the ranks plan the pipeline in different ways: {found[0]} is {found[1]}.",
@@ -80,22 +79,13 @@ def _check_same_stages(plan: Plan, group: dist.ProcessGroup) -> None:
         )
 
 
-def first_difference(shown: Mapping[str, str], group: dist.ProcessGroup) -> tuple[str, str] | None:
-    """Returns the first name that does not stand for the same on all ranks, and what it stands for. A collective.
-
-    Args:
-        shown: What this rank has.
-        group: All ranks.
-    """
-    digest = hashlib.blake2b(repr(sorted(shown.items())).encode(), digest_size=16).digest()
-    if len(set(gather(group, digest))) == 1:
+def _first_difference(shown: Mapping[str, str], group: dist.ProcessGroup) -> tuple[str, str] | None:
+    """Returns the first name that does not stand for the same on all ranks, and what it stands for. A collective."""
+    everyone = differing(shown, group)
+    if everyone is None:
         return None
-    everyone = gather(group, dict(shown))
-    for name in dict.fromkeys(name for each in everyone for name in each):
-        values = {rank: each.get(name, "not there") for rank, each in enumerate(everyone)}
-        if len(set(values.values())) > 1:
-            return name, ", ".join(f"{value} on {ranks}" for value, ranks in grouped(values))
-    raise AssertionError("what differs in a digest differs in a name")
+    name, values = next(unlike(everyone))
+    return name, ", ".join(values)
 
 
 def agreed_proof(

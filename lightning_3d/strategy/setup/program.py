@@ -42,11 +42,9 @@ def check_same_program(config: StrategyConfig, module: nn.Module, group: dist.Pr
     Raises:
         ConfigError: On every rank: everything that differs, with the ranks and their values.
     """
-    facts = facts_of(config, module)
-    short = hashlib.blake2b(repr(sorted(facts.items())).encode(), digest_size=16).hexdigest()
-    # Most jobs are alike, and then little has travelled.
-    if len(set(gather(group, short))) > 1:
-        raise disagreement(gather(group, facts))
+    everyone = differing(facts_of(config, module), group)
+    if everyone is not None:
+        raise disagreement(everyone)
 
 
 def facts_of(config: StrategyConfig, module: nn.Module) -> dict[str, str]:
@@ -69,16 +67,35 @@ def disagreement(facts: Sequence[Mapping[str, str]]) -> ConfigError:
     Args:
         facts: Those of each rank.
     """
-    names = dict.fromkeys(name for each in facts for name in each)
-    lines = []
-    for name in names:
-        values = {rank: each.get(name, _NOT_THERE) for rank, each in enumerate(facts)}
-        if len(set(values.values())) > 1:
-            lines.append(f"{name}: " + "; ".join(f"{value} on {ranks}" for value, ranks in grouped(values)))
+    lines = [f"{name}: {'; '.join(values)}" for name, values in unlike(facts)]
     return ConfigError(
         "the ranks do not run the same program:\n  " + "\n  ".join(lines),
         fix="start the same code in the same environment, with the same options and one seed, on every rank",
     )
+
+
+def differing(shown: Mapping[str, str], group: dist.ProcessGroup) -> list[dict[str, str]] | None:
+    """Returns what each rank has, if it is not the same on all of them; None if it is. A collective.
+
+    Args:
+        shown: What this rank has, by name.
+        group: All ranks.
+    """
+    digest = hashlib.blake2b(repr(sorted(shown.items())).encode(), digest_size=16).digest()
+    # Most jobs are alike, and then little has travelled.
+    return gather(group, dict(shown)) if len(set(gather(group, digest))) > 1 else None
+
+
+def unlike(everyone: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, list[str]]]:
+    """Yields each name that does not stand for the same on all ranks, and its values with their ranks.
+
+    Args:
+        everyone: What each rank has.
+    """
+    for name in dict.fromkeys(name for each in everyone for name in each):
+        values = {rank: each.get(name, _NOT_THERE) for rank, each in enumerate(everyone)}
+        if len(set(values.values())) > 1:
+            yield name, [f"{value} on {ranks}" for value, ranks in grouped(values)]
 
 
 def _code_of(classes: Iterable[type]) -> Iterator[tuple[str, str]]:
