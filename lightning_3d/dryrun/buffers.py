@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from lightning_3d.counters import Category, Peak, PeakReport
 from lightning_3d.dryrun.planned import Planned
-from lightning_3d.parallel.pipeline.schedule.actions import runnable_microbatches
 from lightning_3d.parallel.pipeline.schedule.boundary import slot_of
 
 
@@ -19,7 +18,7 @@ def missing_buffers(planned: Planned, rank: int) -> int:
         planned: The training and its plan.
         rank: The pipeline rank.
     """
-    plan, config = planned.plan.pipeline, planned.training.config
+    plan = planned.plan.pipeline
     if plan is None or planned.played == len(planned.parts):
         return 0
     (record,) = planned.records.values()
@@ -32,10 +31,7 @@ def missing_buffers(planned: Planned, rank: int) -> int:
             size += sum(slot.nbytes for slot in slots)
         if before.rank == rank:
             size += sum(slot.nbytes for slot in slots if slot.requires_grad)
-    played, needed = (
-        runnable_microbatches(config.pipeline_schedule, ranks=plan.ranks, microbatches=microbatches)
-        for microbatches in (planned.played, len(planned.parts))
-    )
+    played, needed = planned.scheduled
     return (needed - played) * size
 
 

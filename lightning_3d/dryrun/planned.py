@@ -17,6 +17,7 @@ from lightning_3d.graph.fake_run import fake_run
 from lightning_3d.graph.observer import Observer
 from lightning_3d.parallel.pipeline.planning import pipeline_observer
 from lightning_3d.parallel.pipeline.record.step import StepRecord
+from lightning_3d.parallel.pipeline.schedule.actions import runnable_microbatches
 from lightning_3d.parallel.tensor.trace.rehearsal import Rehearsal
 from lightning_3d.plan import Plan, make_plan
 
@@ -42,6 +43,16 @@ class Planned:
     kinds: tuple[Hashable, ...]
     records: Mapping[Hashable, StepRecord]
     played: int
+
+    @property
+    def scheduled(self) -> tuple[int, int]:
+        """Micro-batches that the schedule runs for those that are played, and for all."""
+        config = self.training.config
+        played, needed = (
+            runnable_microbatches(config.pipeline_schedule, ranks=config.pipeline_parallel_size, microbatches=count)
+            for count in (self.played, len(self.parts))
+        )
+        return played, needed
 
 
 def planned(training: Training, *, all_microbatches: bool = False) -> Planned:

@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.counters import CollectiveCounter, CollectiveRow, CollectiveTable
 from lightning_3d.dryrun.planned import Planned
-from lightning_3d.parallel.pipeline.schedule.actions import runnable_microbatches
 
 _Key = tuple[str, str]
 # Between stages, where no micro-batch computes.
@@ -55,17 +54,11 @@ class SentByMicrobatch:
         missing = len(planned.parts) - planned.played
         if not missing:
             return self.counter.table
-        config = planned.training.config
-        played, all_ = (
-            runnable_microbatches(
-                config.pipeline_schedule, ranks=config.pipeline_parallel_size, microbatches=microbatches
-            )
-            for microbatches in (planned.played, len(planned.parts))
-        )
+        played, needed = planned.scheduled
         rows = []
         for row in self.counter.table.rows:
             if row.operation in _BETWEEN:
-                rows.append(_times(row, all_ / played))
+                rows.append(_times(row, needed / played))
             else:
                 middle = self._in_middle.get((row.operation, row.axis))
                 rows.append(row if middle is None else _scaled_sum(row, middle, missing))

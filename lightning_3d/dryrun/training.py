@@ -10,8 +10,7 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
-from torch.utils import _pytree as pytree
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_3d.config.schema import StrategyConfig
 from lightning_3d.errors import ModuleError
@@ -97,14 +96,7 @@ class Training:
         return (0,) if _takes_index(module) else ()
 
 
-def batch_bytes(batch: Any) -> int:
-    """Returns the bytes of the tensors in a batch."""
-    return sum(leaf.nbytes for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
-
-
 def _takes_index(module: LightningModule) -> bool:
-    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-
     return is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 # Where something stood, and what.
@@ -29,9 +28,7 @@ def fake_parameters(module: nn.Module) -> Iterator[dict[int, str]]:
     Yields:
         The first name of each parameter, by the id of its fake one.
     """
-    # What runs without values as a whole has a mode of its own, and two do not go together.
-    mode = detect_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
-    replaced = replace_by_fakes(module, mode)
+    replaced = replace_by_fakes(module, FakeTensorMode(allow_non_fake_inputs=True))
     try:
         yield {id(parameter): name for name, parameter in module.named_parameters()}
     finally:

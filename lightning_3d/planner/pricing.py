@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from lightning_3d.errors import MeshError
 from lightning_3d.planner.case import Case
 from lightning_3d.planner.cluster import Cluster
 from lightning_3d.planner.constants import FITTED, Constants
 from lightning_3d.planner.footprint import footprint
 from lightning_3d.planner.model import ModelGraph
 from lightning_3d.planner.prediction import MemoryParts, Prediction
-from lightning_3d.planner.shapes import MeshShape
 from lightning_3d.planner.shared import Shared
 from lightning_3d.planner.software import THIS_LIBRARY, Software
 from lightning_3d.planner.step import step_time
@@ -76,22 +74,3 @@ class Pricer:
     def needed(self, memory: MemoryParts) -> float:
         """Returns the bytes that a device must have for those that are allocated."""
         return self.shared.constants.needed_share * memory.total + self.shared.constants.needed_constant
-
-
-def check_mesh(model: ModelGraph, mesh: MeshShape, cluster: Cluster) -> None:
-    """Checks what a mesh asks of a model.
-
-    Args:
-        model: The model.
-        mesh: The mesh.
-        cluster: The cluster.
-
-    Raises:
-        MeshError: Its heads cannot be shared out.
-    """
-    for count in model.heads:
-        if count % mesh.tensor_parallel_size and count > 0 and mesh.tensor_parallel_size > 1:
-            valid = [size for size in range(1, count + 1) if all(heads % size == 0 for heads in model.heads)]
-            raise MeshError(
-                f"tensor_parallel_size={mesh.tensor_parallel_size} does not divide {count} heads.", valid=valid
-            )
