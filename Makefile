@@ -48,15 +48,9 @@ faults: $(VENV)/.with-test ## checkpoints of every mesh on every other one, and 
 	$(ONE_THREAD) $(BIN)/python -m tests.faults.matrix
 	$(ONE_THREAD) $(BIN)/python -m tests.faults.kill
 
-bench: $(VENV)/.with-test ## step times beside Lightning's own strategies and hand-written loops
-	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.data_axis
-	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.tensor_axis
-	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.pipeline_axis
-	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.pipeline_bubble
-	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.start_up
-	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.replay_cost
-	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.shard_operations
-	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.checkpoints
+bench: $(VENV)/.with-test $(VENV)/.with-plot ## step times, start, memory, collectives beside others; writes docs/benchmarks.md
+	-DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation deepspeed || echo "DeepSpeed does not install here: compared without it"
+	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.run
 
 docs: $(VENV)/.with-docs ## write the map of the code, build the pages into site/
 	$(BIN)/python -m tests.contract.map
