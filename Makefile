@@ -48,11 +48,11 @@ faults: $(VENV)/.with-test ## checkpoints of every mesh on every other one, and 
 	$(ONE_THREAD) $(BIN)/python -m tests.faults.matrix
 	$(ONE_THREAD) $(BIN)/python -m tests.faults.kill
 
-bench: $(VENV)/.with-test $(VENV)/.with-plot ## step times, start, memory, collectives beside others; writes docs/benchmarks.md
+bench: $(VENV)/.with-test ## step times, start, memory, collectives beside others; writes docs/benchmarks.md
 	-DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation deepspeed || echo "DeepSpeed does not install here: compared without it"
 	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.run
 
-shown: $(VENV)/.with-test $(VENV)/.with-plot ## the pictures and outputs that README and pages show, made anew
+shown: $(VENV)/.with-test ## the pictures and outputs that README and pages show, made anew
 	$(ONE_THREAD) $(BIN)/python -m tests.documents.pictures --measured
 	$(ONE_THREAD) $(BIN)/python -m tests.documents.outputs
 
