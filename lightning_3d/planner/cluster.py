@@ -48,6 +48,7 @@ class Cluster:
         matmul_efficiency: Share of the peak that large products reach.
         levels: What joins the devices, the innermost first.
         nodes: Number of nodes.
+        reserved: Bytes of a device that no tensor gets: what its process or driver has. None: as measured on GPUs.
         time_band: How far, as a share, nine of ten published step times were from the prediction for this kind of
             device.
         source: Where the figures come from.
@@ -64,6 +65,7 @@ class Cluster:
     levels: tuple[Level, ...]
     nodes: int = 1
     matmul_efficiency: float = 0.7
+    reserved: float | None = None
     time_band: float = 0.4
     source: str = ""
 
@@ -152,6 +154,7 @@ def measured_cluster(
     matmul_flops: Mapping[str, float],
     levels: Sequence[Level],
     nodes: int = 1,
+    reserved: float | None = None,
     source: str = "measured",
 ) -> Cluster:
     """Returns the cluster whose predictions are what was measured of its parts.
@@ -171,6 +174,7 @@ def measured_cluster(
             one rank in each node. Latency: seconds of an all-gather of a few bytes, half of an all-reduce's.
             ``devices`` is None in the last one, if it joins all.
         nodes: Number of nodes.
+        reserved: Bytes of a device that no tensor gets; None: as on GPUs.
         source: Where and when it was measured.
 
     Raises:
@@ -182,6 +186,7 @@ def measured_cluster(
         device=device,
         nodes=nodes,
         memory=memory,
+        reserved=reserved,
         memory_bandwidth=memory_bandwidth,
         peak_flops=MappingProxyType(dict(matmul_flops)),
         matmul_efficiency=1.0,
@@ -203,6 +208,7 @@ def cluster_text(cluster: Cluster) -> str:
         f"device: {_quoted(cluster.device)}",
         f"nodes: {cluster.nodes}",
         f"memory: {_number(cluster.memory)}",
+        *([f"reserved: {_number(cluster.reserved)}"] if cluster.reserved is not None else []),
         f"memory_bandwidth: {_number(cluster.memory_bandwidth)}",
         "peak_flops:",
         *(f"  {dtype}: {_number(peak)}" for dtype, peak in cluster.peak_flops.items()),

@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_3d.config.compose import command_words, compose_run
-from lightning_3d.errors import ConfigError, Lightning3DError
+from lightning_3d.errors import BatchError, ConfigError, MeshError
 from lightning_3d.planner.article import Look, look_at
 from lightning_3d.planner.decoder import decoder_model
 from lightning_3d.planner.model import ModelGraph, total_parameters
@@ -44,6 +44,7 @@ class Answer:
         rule: The rule of thumb, applied.
         look: The given mesh, looked at; None if there is none.
         rank: Place of the given mesh among those of the search that fit; None without both.
+        problem: Why the given mesh is impossible.
         traffic: What a rank sends on the given mesh, or on the best one.
     """
 
@@ -53,7 +54,29 @@ class Answer:
     rule: Rule | None = None
     look: Look | None = None
     rank: int | None = None
+    problem: str = ""
     traffic: str = ""
+
+    @property
+    def place(self) -> str:
+        """Where the given mesh stands among those of the search: ``rank 3 of 214 that fit, 4.0% slower than ...``."""
+        if self.problem:
+            return f"impossible: {self.problem}"
+        if self.look is None or self.found is None:
+            return ""
+        given, times = self.look.given, self.found.times
+        if not given.fits or self.rank is None:
+            return given.verdict
+        if self.rank == 1:
+            return f"rank 1 of {len(times)} that fit"
+        return f"rank {self.rank} of {len(times)} that fit, {self.slower:.1%} slower than the best"
+
+    @property
+    def slower(self) -> float | None:
+        """Share by which a step of the given mesh takes longer than one of the best; None without both."""
+        if self.rank is None or self.look is None or self.found is None:
+            return None
+        return self.look.given.step_seconds / self.found.times[0] - 1
 
     def __str__(self) -> str:
         request = self.request
@@ -64,16 +87,20 @@ class Answer:
             f"{format_count(self.parameters)} parameters, {request.space.global_size} samples in a step, "
             f"{request.bytes_recipe}"
         ]
+        if self.place:
+            parts[0] += f"\nthe mesh of {request.name} as it is: {self.place}"
         if self.rule is not None:
             parts.append(f"A rule of thumb in five steps\n{self.rule}")
         if self.found is not None:
             parts.append(_found_text(self.found, request))
         if self.look is not None:
-            place = ""
-            if self.rank is not None and self.found is not None:
-                slower = self.look.given.step_seconds / self.found.times[0] - 1
-                place = f": place {self.rank} among {len(self.found.times)} that fit, {slower:.1%} slower than the best"
-            parts.append(f"The mesh as given{place}\n{self.look}")
+            parts.append(f"The mesh as given{f': {self.place}' if self.place else ''}\n{self.look}")
+            tensor = self.look.given.mesh.tensor_parallel_size
+            if request.shape and _undivided(request, tensor) and not request.pads_vocabulary:
+                parts[-1] += (
+                    f"\n    {tensor} tensor ranks do not divide the vocabulary of {request.shape.vocab}: without "
+                    "strategy.pad_vocabulary=true embedding and head are whole on each, which is not counted here"
+                )
         if self.traffic:
             parts.append(f"What a rank sends in a step\n{self.traffic}")
         return "\n\n".join(parts)
@@ -102,6 +129,8 @@ class Answer:
             "rejected": [{"mesh": one.mesh, "reason": one.reason} for one in (found.rejected if found else ())],
             "searched": found and {"priced": found.priced, "fitting": len(found.times), "seconds": found.seconds},
             "rank": self.rank,
+            "slower": self.slower,
+            "problem": self.problem or None,
             "given": self.look and self.look.given.as_dict(),
             "facts": list(self.look.facts) if self.look else [],
             "claims": [
@@ -164,16 +193,15 @@ def plan(cfg: DictConfig, *, trace: Trace | None = None) -> Answer:
     parameters = total_parameters(model)
     if request.evaluate:
         assert request.given is not None, "the request was checked"
-        look = look_at(pricer, request.given)
         traffic = str(step_traffic(pricer.shared, request.given))
-        return Answer(request=request, parameters=parameters, look=look, traffic=traffic)
+        return Answer(request=request, parameters=parameters, look=look_at(pricer, request.given), traffic=traffic)
     found = search(pricer, request.devices, request.space, top=request.top)
     rule = apply_rule(pricer, request.devices, request.space, found)
-    given = _look_if_possible(pricer, request)
+    look, problem = _look_if_possible(pricer, request)
     rank = None
-    if given is not None and found.times:
-        rank = bisect_left(found.times, given.given.step_seconds * (1 - _ROUNDING)) + 1
-    return Answer(request=request, parameters=parameters, found=found, rule=rule, look=given, rank=rank)
+    if look is not None and look.given.fits and found.times:
+        rank = bisect_left(found.times, look.given.step_seconds * (1 - _ROUNDING)) + 1
+    return Answer(request=request, parameters=parameters, found=found, rule=rule, look=look, rank=rank, problem=problem)
 
 
 def overrides(one: Prediction, request: Request) -> str:
@@ -194,13 +222,15 @@ def overrides(one: Prediction, request: Request) -> str:
         "strategy.pipeline_schedule": one.pipeline_schedule,
         "strategy.stages_per_rank": mesh.stages_per_rank,
         "strategy.sequence_parallel": str(mesh.sequence_parallel).lower(),
+        "strategy.pad_vocabulary": str(_undivided(request, mesh.tensor_parallel_size)).lower(),
         "strategy.activation_checkpointing": one.activation_checkpointing,
         "strategy.rank_order": f"'\"{mesh.rank_order}\"'",
         "batch.micro_size": one.batch.micro_size,
         "trainer.num_nodes": nodes,
         "trainer.devices": mesh.devices // nodes,
     }
-    usual = {"strategy.data_replicate_size": 1, "strategy.sequence_parallel": "false"}
+    usual: dict[str, object] = {"strategy.data_replicate_size": 1}
+    usual |= dict.fromkeys(("strategy.sequence_parallel", "strategy.pad_vocabulary"), "false")
     if mesh.pipeline_parallel_size == 1:
         usual |= {name: words[name] for name in ("strategy.pipeline_schedule", "strategy.stages_per_rank")}
     if mesh.rank_order == "data,pipeline,tensor":
@@ -208,14 +238,21 @@ def overrides(one: Prediction, request: Request) -> str:
     return " ".join(f"{name}={value}" for name, value in words.items() if usual.get(name) != value)
 
 
-def _look_if_possible(pricer: Pricer, request: Request) -> Look | None:
+def _undivided(request: Request, tensor: int) -> bool:
+    """Whether some tensor ranks do not divide the vocabulary, as far as it is known."""
+    return tensor > 1 and (request.shape is None or request.shape.vocab % tensor > 0)
+
+
+def _look_if_possible(pricer: Pricer, request: Request) -> tuple[Look | None, str]:
+    """The given mesh, or why there is none: the search answers all the same."""
+    if request.problem is not None:
+        return None, request.problem.fact
     if request.given is None:
-        return None
+        return None, ""
     try:
-        return look_at(pricer, request.given)
-    except Lightning3DError:
-        # The search answers all the same; evaluate=true says what is wrong with it.
-        return None
+        return look_at(pricer, request.given), ""
+    except (MeshError, BatchError) as error:
+        return None, error.fact
 
 
 def _found_text(found: Found, request: Request) -> str:

@@ -82,7 +82,7 @@ def test_the_text_says_what_it_is(article: Answer) -> None:
     assert "Rejected" in text
     assert article.rank is not None
     assert article.found is not None
-    assert f"place {article.rank} among {len(article.found.times)} that fit" in text
+    assert f"the mesh of gpt3_175b as it is: rank {article.rank} of {len(article.found.times)} that fit, " in text
     assert article.rank > 3
     assert "nodes of 8 devices" in text
 
@@ -143,18 +143,12 @@ def test_the_recipe_follows_from_the_precision(precision: str, recipe: str) -> N
     assert recipe_of(compose_run([f"trainer.precision={precision}"], config_name="plan")) == recipe
 
 
-def test_the_recipe_of_master_weights() -> None:
-    plugin = "+trainer.plugins=[{_target_: lightning_3d.Mesh3DPrecision, precision: bf16-master}]"
-    assert recipe_of(compose_run([plugin], config_name="plan")) == "bf16_master"
-
-
 @pytest.mark.parametrize(
     "words",
     [
         ["cluster.nodez=2"],
         ["bytes_recipe=bf16"],
         ["batch.global_size=null"],
-        ["strategy.pipeline_parallel_size=3", "evaluate=true"],
         ["strategy=ddp", "evaluate=true"],
         ["+cluster.memories=3"],
     ],
@@ -162,6 +156,27 @@ def test_the_recipe_of_master_weights() -> None:
 def test_one_clear_error(words: list[str]) -> None:
     with pytest.raises(Lightning3DError):
         answered(words)
+
+
+IMPOSSIBLE = [
+    (["strategy.pipeline_parallel_size=3"], "pipeline 3 x tensor 2 does not divide the 8 devices"),
+    (["strategy.tensor_parallel_size=8", "strategy.pipeline_parallel_size=1"], "does not divide 4 heads"),
+    (["strategy.pipeline_parallel_size=8", "strategy.tensor_parallel_size=1"], "4 blocks cannot fill 8 stages"),
+    (["batch.global_size=18"], "micro_size=2 does not divide the 9 samples"),
+    (["batch.global_size=17"], "does not divide into 2 data ranks"),
+    (["strategy.data_parallel_size=64"], "the mesh has 256 ranks"),
+]
+
+
+@pytest.mark.parametrize(("words", "fact"), IMPOSSIBLE, ids=[words[0] for words, _ in IMPOSSIBLE])
+def test_an_impossible_mesh_is_refused_or_told(words: list[str], fact: str) -> None:
+    with pytest.raises(Lightning3DError, match=fact) as refused:
+        answered(["recipe=demo", *words, "evaluate=true"])
+    assert refused.value.valid is not None
+    assert refused.value.fix is not None
+    searched = answered(["recipe=demo", *words])
+    assert fact in searched.place
+    assert f"the mesh of demo as it is: impossible: {searched.problem}" in str(searched)
 
 
 def test_a_picture(tmp_path: Path) -> None:
