@@ -15,7 +15,7 @@ from lightning_3d.planner.model import total_parameters
 from lightning_3d.planner.prediction import Prediction
 from lightning_3d.planner.pricing import Pricer
 from lightning_3d.planner.recipes import BYTE_RECIPES
-from lightning_3d.units import format_bytes
+from lightning_3d.units import format_bytes, format_gb
 
 _ARTICLE_MESH = (16, 4, 8)
 _ARTICLE_BLOCK = 1.8e9
@@ -80,9 +80,9 @@ def look_at(pricer: Pricer, case: Case) -> Look:
     boundary = shared.state(case) * case.batch.micro_size
     facts = [
         "states of 16 B per parameter: "
-        + ", ".join(f"ZeRO {stage} {size / 1e9:.1f} GB" for stage, size in enumerate(states)),
-        f"without ZeRO, micro-batches of 1, all blocks recomputed: {bare[0] / 1e9:.1f} GB of states and activations, "
-        f"{bare[1] / 1e9:.1f} GB with receive buffers, a device has {given.capacity / 1e9:.0f} GB",
+        + ", ".join(f"ZeRO {stage} {format_gb(size)}" for stage, size in enumerate(states)),
+        f"without ZeRO, micro-batches of 1, all blocks recomputed: {format_gb(bare[0])} of states and activations, "
+        f"{format_gb(bare[1])} with receive buffers, a device has {given.capacity / 1e9:.0f} GB",
         "each byte of the states is stored "
         + ", ".join(f"{n:.1f} times (ZeRO {stage})" for stage, n in enumerate(copies)),
     ]
@@ -122,7 +122,7 @@ def _claims(
     return [
         Claim(
             "tensor 8 x pipeline 4 x data 16 without ZeRO fits A100 of 80 GB",
-            f"{states[0] / 1e9:.1f} GB of states alone, {bare[0] / 1e9:.0f} GB with activations",
+            f"{format_gb(states[0])} of states alone, {bare[0] / 1e9:.0f} GB with activations",
             bare[1] <= given.capacity,
         ),
         *(
@@ -137,7 +137,7 @@ def _claims(
         ),
         Claim(
             "an attention layer of 1.4 GB does not fit one device, so tensor ranks are needed",
-            f"a whole block has {block * 2 / 1e9:.1f} GB of weights and {block * 16 / 1e9:.0f} GB of states",
+            f"a whole block has {format_gb(block * 2)} of weights and {block * 16 / 1e9:.0f} GB of states",
             block * 16 > given.capacity,
         ),
     ]

@@ -49,6 +49,7 @@ class Cluster:
         levels: What joins the devices, the innermost first.
         nodes: Number of nodes.
         reserved: Bytes of a device that no tensor gets: what its process or driver has. None: as measured on GPUs.
+        time_scale: What all times are multiplied with: measured over predicted steps, as ``plan trial=3`` finds it.
         time_band: How far, as a share, nine of ten published step times were from the prediction for this kind of
             device.
         source: Where the figures come from.
@@ -66,11 +67,13 @@ class Cluster:
     nodes: int = 1
     matmul_efficiency: float = 0.7
     reserved: float | None = None
+    time_scale: float = 1.0
     time_band: float = 0.4
     source: str = ""
 
     def __post_init__(self) -> None:
-        positive = {name: getattr(self, name) for name in ("memory", "memory_bandwidth", "nodes", "matmul_efficiency")}
+        names = ("memory", "memory_bandwidth", "nodes", "matmul_efficiency", "time_scale")
+        positive = {name: getattr(self, name) for name in names}
         positive |= {f"levels.{one.name}.bandwidth": one.bandwidth for one in self.levels}
         positive |= {f"peak_flops.{dtype}": value for dtype, value in self.peak_flops.items()}
         for name, value in positive.items():
@@ -219,7 +222,11 @@ def cluster_text(cluster: Cluster) -> str:
         lines.append(f"  {_quoted(one.name)}:")
         lines += [f"    devices: {one.devices}"] if one.devices is not None else []
         lines += [f"    bandwidth: {_number(one.bandwidth)}", f"    latency: {_number(one.latency)}"]
-    lines += [f"time_band: {cluster.time_band:g}", f"source: {_quoted(cluster.source)}"]
+    lines += [
+        f"time_scale: {cluster.time_scale:.4g}",
+        f"time_band: {cluster.time_band:g}",
+        f"source: {_quoted(cluster.source)}",
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -15,6 +16,7 @@ from lightning_3d.errors import BatchError, ConfigError, MeshError
 from lightning_3d.planner.article import Look, look_at
 from lightning_3d.planner.decoder import decoder_model
 from lightning_3d.planner.model import ModelGraph, total_parameters
+from lightning_3d.planner.paste import overrides, undivided
 from lightning_3d.planner.picture import save_picture
 from lightning_3d.planner.prediction import ESTIMATE, Prediction
 from lightning_3d.planner.pricing import Pricer
@@ -22,6 +24,7 @@ from lightning_3d.planner.request import Request, read_request
 from lightning_3d.planner.search import Found, search
 from lightning_3d.planner.steps import Rule, apply_rule
 from lightning_3d.planner.traffic import step_traffic
+from lightning_3d.planner.trial import Trials, run_trials
 from lightning_3d.units import counted, format_count
 
 _JSON = "--json"
@@ -46,6 +49,8 @@ class Answer:
         rank: Place of the given mesh among those of the search that fit; None without both.
         problem: Why the given mesh is impossible.
         traffic: What a rank sends on the given mesh, or on the best one.
+        trials: Real steps of the best meshes, or of the given one; None if they were not asked for.
+        calibrated: The meshes of the trials, priced again with what they have measured.
     """
 
     request: Request
@@ -56,6 +61,8 @@ class Answer:
     rank: int | None = None
     problem: str = ""
     traffic: str = ""
+    trials: Trials | None = None
+    calibrated: tuple[Prediction, ...] = ()
 
     @property
     def place(self) -> str:
@@ -96,13 +103,16 @@ class Answer:
         if self.look is not None:
             parts.append(f"The mesh as given{f': {self.place}' if self.place else ''}\n{self.look}")
             tensor = self.look.given.mesh.tensor_parallel_size
-            if request.shape and _undivided(request, tensor) and not request.pads_vocabulary:
+            if request.shape and undivided(request, tensor) and not request.pads_vocabulary:
                 parts[-1] += (
                     f"\n    {tensor} tensor ranks do not divide the vocabulary of {request.shape.vocab}: without "
                     "strategy.pad_vocabulary=true embedding and head are whole on each, which is not counted here"
                 )
         if self.traffic:
             parts.append(f"What a rank sends in a step\n{self.traffic}")
+        if self.trials is not None:
+            parts.append(str(self.trials))
+            parts += [f"{place}) {one}" for place, one in enumerate(self.calibrated, 1)]
         return "\n\n".join(parts)
 
     def as_dict(self) -> dict[str, Any]:
@@ -132,6 +142,8 @@ class Answer:
             "slower": self.slower,
             "problem": self.problem or None,
             "given": self.look and self.look.given.as_dict(),
+            "trials": self.trials and self.trials.as_dict(),
+            "calibrated": [one.as_dict() for one in self.calibrated],
             "facts": list(self.look.facts) if self.look else [],
             "claims": [
                 {"said": one.said, "found": one.found, "holds": one.holds}
@@ -161,6 +173,8 @@ def run(arguments: Sequence[str], *, trace: Trace | None = None) -> int:
         print(OmegaConf.to_yaml(cfg), end="")
         return 0
     answer = plan(cfg, trace=trace)
+    if cfg.trial:
+        answer = _tried(answer, cfg, words, directory)
     print(json.dumps(answer.as_dict(), indent=2) if cfg.json else answer)
     shown = answer.found.best if answer.found else ()
     if answer.request.picture:
@@ -195,7 +209,7 @@ def plan(cfg: DictConfig, *, trace: Trace | None = None) -> Answer:
         assert request.given is not None, "the request was checked"
         traffic = str(step_traffic(pricer.shared, request.given))
         return Answer(request=request, parameters=parameters, look=look_at(pricer, request.given), traffic=traffic)
-    found = search(pricer, request.devices, request.space, top=request.top)
+    found = search(pricer, request.devices, request.space, top=max(request.top, request.trial))
     rule = apply_rule(pricer, request.devices, request.space, found)
     look, problem = _look_if_possible(pricer, request)
     rank = None
@@ -204,43 +218,16 @@ def plan(cfg: DictConfig, *, trace: Trace | None = None) -> Answer:
     return Answer(request=request, parameters=parameters, found=found, rule=rule, look=look, rank=rank, problem=problem)
 
 
-def overrides(one: Prediction, request: Request) -> str:
-    """Returns the overrides that make a training run of a prediction.
-
-    Args:
-        one: The prediction.
-        request: What was asked.
-    """
-    mesh, nodes = one.mesh, -(-one.mesh.devices // request.cluster.devices_per_node)
-    words = {
-        "strategy": "default",
-        "strategy.data_parallel_size": mesh.data_parallel_size,
-        "strategy.data_replicate_size": mesh.data_replicate_size,
-        "strategy.pipeline_parallel_size": mesh.pipeline_parallel_size,
-        "strategy.tensor_parallel_size": mesh.tensor_parallel_size,
-        "strategy.zero_stage": mesh.zero_stage,
-        "strategy.pipeline_schedule": one.pipeline_schedule,
-        "strategy.stages_per_rank": mesh.stages_per_rank,
-        "strategy.sequence_parallel": str(mesh.sequence_parallel).lower(),
-        "strategy.pad_vocabulary": str(_undivided(request, mesh.tensor_parallel_size)).lower(),
-        "strategy.activation_checkpointing": one.activation_checkpointing,
-        "strategy.rank_order": f"'\"{mesh.rank_order}\"'",
-        "batch.micro_size": one.batch.micro_size,
-        "trainer.num_nodes": nodes,
-        "trainer.devices": mesh.devices // nodes,
-    }
-    usual: dict[str, object] = {"strategy.data_replicate_size": 1}
-    usual |= dict.fromkeys(("strategy.sequence_parallel", "strategy.pad_vocabulary"), "false")
-    if mesh.pipeline_parallel_size == 1:
-        usual |= {name: words[name] for name in ("strategy.pipeline_schedule", "strategy.stages_per_rank")}
-    if mesh.rank_order == "data,pipeline,tensor":
-        usual["strategy.rank_order"] = words["strategy.rank_order"]
-    return " ".join(f"{name}={value}" for name, value in words.items() if usual.get(name) != value)
-
-
-def _undivided(request: Request, tensor: int) -> bool:
-    """Whether some tensor ranks do not divide the vocabulary, as far as it is known."""
-    return tensor > 1 and (request.shape is None or request.shape.vocab % tensor > 0)
+def _tried(answer: Answer, cfg: DictConfig, words: Sequence[str], directory: Path | None) -> Answer:
+    """The answer with real steps of the best meshes, and their prices calibrated by them."""
+    request = answer.request
+    if answer.found is not None:
+        asked = answer.found.best[: request.trial]
+    else:
+        asked = (answer.look.given,) if answer.look is not None else ()
+    trials = run_trials(asked, request, cfg, words, directory)
+    calibrated = tuple(one.scaled(trials.scale / request.cluster.time_scale) for one in asked)
+    return replace(answer, trials=trials, calibrated=calibrated)
 
 
 def _look_if_possible(pricer: Pricer, request: Request) -> tuple[Look | None, str]:

@@ -55,7 +55,8 @@ class Pricer:
         memory, rank, flights = footprint(self.shared, case)
         time, hidden = step_time(self.shared, case)
         samples = case.batch.global_size
-        return Prediction(
+        scale = self.shared.cluster.time_scale
+        unscaled = Prediction(
             mesh=case.mesh,
             batch=case.batch,
             microbatches=case.microbatches,
@@ -75,6 +76,7 @@ class Pricer:
             peak_flops=self.shared.speed.peak * case.mesh.devices,
             time_band=self.shared.cluster.time_band,
         )
+        return unscaled if scale == 1 else unscaled.scaled(scale)
 
     def needed(self, memory: MemoryParts) -> float:
         """Returns the bytes that a device must have for those that are allocated."""

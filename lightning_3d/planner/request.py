@@ -50,6 +50,7 @@ class Request:
         problem: Why the mesh of the configuration is impossible, whatever the model.
         evaluate: Price the given mesh alone.
         top: How many meshes to show.
+        trial: Of how many of them to run real steps.
         picture: Where a picture is written.
     """
 
@@ -64,6 +65,7 @@ class Request:
     problem: Lightning3DError | None
     evaluate: bool
     top: int
+    trial: int
     picture: str | None
 
 
@@ -103,6 +105,7 @@ def read_request(cfg: DictConfig) -> Request:
         problem=problem,
         evaluate=bool(cfg.evaluate),
         top=int(cfg.top),
+        trial=int(cfg.trial),
         picture=cfg.picture,
     )
 

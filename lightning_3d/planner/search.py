@@ -144,7 +144,7 @@ def price(pricer: Pricer, case: Case) -> Candidate:
     needed = pricer.needed(memory)
     if needed > pricer.shared.cluster.memory:
         return Candidate(case, needed, float("inf"))
-    return Candidate(case, needed, step_time(pricer.shared, case)[0].total)
+    return Candidate(case, needed, step_time(pricer.shared, case)[0].total * pricer.shared.cluster.time_scale)
 
 
 def tensor_degrees(model: ModelGraph, largest: int) -> tuple[int, ...]:
