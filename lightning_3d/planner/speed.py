@@ -183,7 +183,8 @@ class Speed:
         """Seconds of sending over one link of a level."""
         constants, level = self.constants, self.cluster.levels[index]
         share = constants.outer_share if index else constants.inner_share
-        return payload / (level.bandwidth * share) + 2 * constants.collective_seconds
+        bandwidth = min(level.bandwidth * share, constants.pair_bandwidth)
+        return payload / bandwidth + 2 * constants.collective_seconds
 
     def _product_rate(self, width: float, rows: float) -> float:
         constants = self.constants

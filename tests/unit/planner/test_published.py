@@ -4,12 +4,14 @@ The constants were fitted once on these tables; docs/planner.md has the errors, 
 """
 
 from functools import lru_cache
+from pathlib import Path
 
 import pytest
 
+from lightning_3d.planner.constants import FITTED
 from lightning_3d.planner.prediction import Prediction
 from tests.unit.planner import tables
-from tests.unit.planner.fit import quantile
+from tests.unit.planner.fit import memory_errors, quantile
 from tests.unit.planner.tables import Row
 
 
@@ -103,6 +105,28 @@ def test_the_choice_among_measured_meshes_of_bloom() -> None:
     assert len(regrets) >= 6
     assert sum(regrets) / len(regrets) <= 0.05
     assert quantile(regrets, 0.5) <= 0.02
+
+
+def test_the_page_on_the_planner_has_the_errors_of_the_constants_in_use() -> None:
+    """No constant changes without its table of errors."""
+    lines = (Path(__file__).parents[3] / "docs" / "planner.md").read_text().splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    told = {name: rest[:4] for name, *rest in cells if len(rest) >= 4 and rest[0].isdigit()}
+    found = {name: errors(name) for name in predicted()}
+    layers = [*tables.korthikanti_layers()]
+    found[layers[0].table] = [row.predict_seconds() / row.seconds - 1 for row in layers]
+    found["BLOOM memory"] = memory_errors(FITTED.needed_share, FITTED.needed_constant)[0]
+    assert told == {name: written(values) for name, values in found.items()}
+
+
+def written(values: list[float]) -> list[str]:
+    sizes = [abs(value) for value in values]
+    shares = (quantile(sizes, 0.5), quantile(sizes, 0.9))
+    return [
+        f"{len(values)}",
+        *(f"{share * 100:.1f} %" for share in shares),
+        f"{sum(values) / len(values) * 100:+.1f} %",
+    ]
 
 
 def test_operations_as_sc21_counts_them() -> None:
