@@ -151,7 +151,7 @@ def _network_step(pricer: Pricer, devices: int, space: Space, tensor: int) -> St
         return Step(question, "one node", "no network: the axes may lie as they like")
     outer = cluster.levels[-1].bandwidth * cluster.devices_per_node
     said = "fast: the rule says more pipeline" if outer >= _FAST else "slow: the rule says less pipeline, more data"
-    text = f"{outer * 8e-9:.3g} Gb/s for a node, {cluster.levels[-1].bandwidth / 1e9:.3g} GB/s for each of its devices"
+    text = f"{outer * 8e-9:.0f} Gb/s for a node, {cluster.levels[-1].bandwidth / 1e9:.3g} GB/s for each of its devices"
     anyway = replace(space, tensor=tensor, schedules=("1f1b",), zero_stages=(1,))
     tried = [search(pricer, devices, replace(anyway, pipeline=degree), top=1) for degree in (2, 4, 8, 16)]
     meshes = [one.best[0] for one in tried if one.best]
@@ -163,7 +163,7 @@ def _network_step(pricer: Pricer, devices: int, space: Space, tensor: int) -> St
         f"at {many.mesh.pipeline_parallel_size} for {_sends(many)}"
     )
     better = "more" if many.step_seconds < few.step_seconds else "less"
-    if better not in said:
+    if f"{better} pipeline" not in said:
         said += ", which is reversed here"
     return Step(question, text + sums, f"{said}; the time of the step wants {better} pipeline")
 

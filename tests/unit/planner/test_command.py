@@ -50,7 +50,7 @@ def test_the_five_steps_of_the_article(article: Answer) -> None:
     assert "18 B x 174.6B = 3142" in first.number or "18 B x 174.6B = 3143" in first.number
     assert "weights 3.62 GB, states 32.6 GB" in second.number
     assert third.decision == "tensor up to 8"
-    assert "1.6e+03 Gb/s" in fourth.number
+    assert "1600 Gb/s" in fourth.number
     assert "512 / (pipeline" in fifth.number
     example = article.rule.readings[-1]
     assert example.mesh is not None
@@ -63,15 +63,47 @@ def test_the_five_steps_of_the_article(article: Answer) -> None:
 
 def test_which_figures_of_the_article_hold(article: Answer) -> None:
     assert article.look is not None
-    holds = {claim.said.partition(" ")[0]: claim.holds for claim in article.look.claims}
-    assert holds == {"tensor": True, "bubble": True, "data": False, "560": False, "an": False}
-    impossible = article.look.claims[0]
-    assert not impossible.holds
-    assert "87.3 GB of states alone, 91 GB with activations" in impossible.found
+    claims = {claim.said: claim for claim in article.look.claims}
+    assert {said for said, claim in claims.items() if claim.holds} == {
+        "bubble 12 % of a step",
+        "tensor 8 % of a step",
+        "recomputing everything costs 30 %",
+    }
+    impossible, alone, *_, slow = claims.values()
+    assert "175e9 x 16 B / 32 = 87.5 GB of states" in impossible.found
+    assert "87.3 GB of states, 92 GB with activations" in impossible.found
+    assert "ZeRO 0 350.0 GB, ZeRO 1 91.6 GB, ZeRO 3 5.5 GB" in alone.found
+    assert "0.35% of their peak" in claims["560 TFLOP/s are 70 % efficiency on 512 devices"].found
+    assert (
+        "both have 3/27; 4 micro-batches are in flight in place of 24"
+        in claims["1F1B has a smaller bubble than GPipe"].found
+    )
+    assert (
+        "29 GB of states"
+        in claims["an attention layer of 1.4 GB does not fit one device, so tensor ranks are needed"].found
+    )
+    assert slow.said == "on 25 GbE less pipeline and more data"
+    assert not slow.holds
+    text = str(article)
+    assert all(f"{'holds' if claim.holds else 'does not hold'}: {said} - " in text for said, claim in claims.items())
     facts = "\n".join(article.look.facts)
     assert "ZeRO 0 87.3 GB, ZeRO 1 25.9 GB, ZeRO 2 15.7 GB" in facts
     assert "stored 16.0 times (ZeRO 0), 4.8 times (ZeRO 1)" in facts
     assert "bubble 3/27 = 11.1%" in facts
+    assert "87.3 GB of states and 4.8 GB of activations on the first stage, 92.1 GB in all" in facts
+
+
+@pytest.mark.parametrize(("cluster", "said"), [("a100_x8", "fast"), ("a100_x8_25gbe", "slow")])
+def test_the_rule_for_networks_is_reversed(cluster: str, said: str) -> None:
+    """13B on four nodes: a slow network wants the pipeline across the nodes, a fast one none."""
+    sizes = "model.model.num_layers=40 model.model.hidden_size=5120 model.model.num_heads=40 data.length=2048"
+    words = ["model=gpt", *sizes.split(), "model.model.vocab_size=51200", "batch.global_size=512"]
+    answer = answered([*words, f"cluster={cluster}", "cluster.nodes=4", "bytes_recipe=bf16_master"])
+    assert answer.rule is not None
+    step = answer.rule.steps[3]
+    assert step.decision.startswith(f"{said}: the rule says")
+    assert "which is reversed here" in step.decision
+    assert f"the time of the step wants {'more' if said == 'slow' else 'less'} pipeline" in step.decision
 
 
 def test_the_text_says_what_it_is(article: Answer) -> None:
