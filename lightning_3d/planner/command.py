@@ -178,8 +178,8 @@ def run(arguments: Sequence[str], *, trace: Trace | None = None) -> int:
     print(json.dumps(answer.as_dict(), indent=2) if cfg.json else answer)
     shown = answer.found.best if answer.found else ()
     if answer.request.picture:
-        given = (answer.look.given,) if answer.look else ()
-        save_picture(answer.request.picture, (*shown, *given), title=answer.request.name)
+        given = answer.look.given if answer.look else None
+        save_picture(answer.request.picture, shown, given=given, title=answer.request.name)
     return 0 if answer.found is None or shown else 1
 
 
