@@ -10,7 +10,7 @@ export PIP_ROOT_USER_ACTION := ignore
 ONE_THREAD = OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-compare test test-all check lint parity features faults bench docs clean
+.PHONY: help demo demo-compare test test-all check lint parity features faults bench fit docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +57,9 @@ bench: $(VENV)/.with-test ## step times beside Lightning's own strategies and ha
 	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.replay_cost
 	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.shard_operations
 	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.checkpoints
+
+fit: $(VENV)/.with-test ## errors of the planner on published tables, each left out of a fit of its constants too
+	$(ONE_THREAD) $(BIN)/python -m tests.unit.planner.fit --leave
 
 docs: $(VENV)/.with-docs ## write the map of the code, build the pages into site/
 	$(BIN)/python -m tests.contract.map
