@@ -10,7 +10,7 @@ export PIP_ROOT_USER_ACTION := ignore
 ONE_THREAD = OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-compare test test-all check lint parity features faults bench shown docs site clean
+.PHONY: help demo demo-compare test test-all check lint parity features faults bench fit shown docs site clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ faults: $(VENV)/.with-test ## checkpoints of every mesh on every other one, and 
 bench: $(VENV)/.with-test ## step times, start, memory, collectives beside others; writes docs/benchmarks.md
 	-DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation deepspeed || echo "DeepSpeed does not install here: compared without it"
 	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.run
+
+fit: $(VENV)/.with-test ## errors of the planner on published tables, each left out of a fit of its constants too
+	$(ONE_THREAD) $(BIN)/python -m tests.unit.planner.fit --leave
 
 shown: $(VENV)/.with-test ## the pictures and outputs that README and pages show, made anew
 	$(ONE_THREAD) $(BIN)/python -m tests.documents.pictures --measured

@@ -14,6 +14,11 @@ def format_bytes(count: float) -> str:
     return f"{value:.0f} {_BINARY[0]}" if unit == 0 else f"{value:.2f} {_BINARY[unit]}"
 
 
+def format_gb(count: float, digits: int = 1) -> str:
+    """Returns bytes with a decimal prefix, as memories of devices are told: ``87.5 GB``, or ``3.2 MB`` for few."""
+    return f"{count / 1e9:.{digits}f} GB" if count >= 5e7 else f"{count / 1e6:.{digits}f} MB"
+
+
 def format_count(count: float) -> str:
     """Returns a count with a decimal prefix as models are named, e.g. ``124.4M``."""
     value, unit = float(count), 0

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lightning_3d.batches.peek import first_batch
 from lightning_3d.config.batch import local_batch_size
+from lightning_3d.config.precision import precision_of
 from lightning_3d.config.schema import MESH_STRATEGY, StrategyConfig, strategy_options
 from lightning_3d.dryrun.training import Training
 from lightning_3d.errors import BatchError, ConfigError, MeshError
@@ -110,11 +111,7 @@ def _world(devices: Any, nodes: int) -> int | None:
 
 
 def _precision(cfg: DictConfig) -> str:
-    plugins = cfg.trainer.get("plugins")
-    for plugin in plugins if isinstance(plugins, ListConfig) else [plugins]:
-        if isinstance(plugin, DictConfig) and str(plugin.get("_target_", "")).endswith("Mesh3DPrecision"):
-            return str(plugin.get("precision", "32-true"))
-    precision = str(cfg.trainer.get("precision", "32-true"))
+    precision = precision_of(cfg)
     if precision not in PRECISIONS:
         raise ConfigError(f"trainer.precision={precision} has no form on a mesh.", valid=PRECISIONS)
     return precision

@@ -83,6 +83,24 @@ def idle_time(
     return unit * _played(schedule, ranks, played, stages_per_rank, *shares)
 
 
+def interleaved_sends(link: float, *, ranks: int, stages: int, microbatches: int, seconds: float) -> float:
+    """Returns what sends add to a step of a schedule with several stages on a rank, which computes on meanwhile.
+
+    So many micro-batches are on their way that only the first and the last one wait, at each of p v - 1 links, as long
+    as a link takes less than (p - 1) / (2 p) of a stage; beyond that every micro-batch waits for the rest.
+
+    Args:
+        link: Seconds of one send.
+        ranks: Degree of the pipeline axis, p.
+        stages: Stages on a rank, v.
+        microbatches: Micro-batches of a step.
+        seconds: Time of a micro-batch on a rank, all its stages, forward and backward.
+    """
+    covered = (ranks - 1) / (2 * ranks) * seconds / stages
+    late = microbatches * stages * (ranks - 1) / ranks * max(0.0, link - covered)
+    return 2 * (ranks * stages - 1) * link + late
+
+
 def in_flight(schedule: str, *, ranks: int, rank: int, microbatches: int, stages_per_rank: int = 1) -> int:
     """Returns how many forwards of one stage and one micro-batch wait on a rank for their backward at the worst moment.
 

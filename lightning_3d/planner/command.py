@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_3d.config.compose import command_words, compose_run
-from lightning_3d.errors import ConfigError, Lightning3DError
+from lightning_3d.errors import BatchError, ConfigError, MeshError
 from lightning_3d.planner.article import Look, look_at
 from lightning_3d.planner.decoder import decoder_model
 from lightning_3d.planner.model import ModelGraph, total_parameters
+from lightning_3d.planner.paste import overrides, undivided
 from lightning_3d.planner.picture import save_picture
 from lightning_3d.planner.prediction import ESTIMATE, Prediction
 from lightning_3d.planner.pricing import Pricer
@@ -22,6 +24,7 @@ from lightning_3d.planner.request import Request, read_request
 from lightning_3d.planner.search import Found, search
 from lightning_3d.planner.steps import Rule, apply_rule
 from lightning_3d.planner.traffic import step_traffic
+from lightning_3d.planner.trial import Trials, run_trials
 from lightning_3d.units import counted, format_count
 
 _JSON = "--json"
@@ -44,7 +47,10 @@ class Answer:
         rule: The rule of thumb, applied.
         look: The given mesh, looked at; None if there is none.
         rank: Place of the given mesh among those of the search that fit; None without both.
+        problem: Why the given mesh is impossible.
         traffic: What a rank sends on the given mesh, or on the best one.
+        trials: Real steps of the best meshes, or of the given one; None if they were not asked for.
+        calibrated: The meshes of the trials, priced again with what they have measured.
     """
 
     request: Request
@@ -53,7 +59,31 @@ class Answer:
     rule: Rule | None = None
     look: Look | None = None
     rank: int | None = None
+    problem: str = ""
     traffic: str = ""
+    trials: Trials | None = None
+    calibrated: tuple[Prediction, ...] = ()
+
+    @property
+    def place(self) -> str:
+        """Where the given mesh stands among those of the search: ``rank 3 of 214 that fit, 4.0% slower than ...``."""
+        if self.problem:
+            return f"impossible: {self.problem}"
+        if self.look is None or self.found is None:
+            return ""
+        given, times = self.look.given, self.found.times
+        if not given.fits or self.rank is None:
+            return given.verdict
+        if self.rank == 1:
+            return f"rank 1 of {len(times)} that fit"
+        return f"rank {self.rank} of {len(times)} that fit, {self.slower:.1%} slower than the best"
+
+    @property
+    def slower(self) -> float | None:
+        """Share by which a step of the given mesh takes longer than one of the best; None without both."""
+        if self.rank is None or self.look is None or self.found is None:
+            return None
+        return self.look.given.step_seconds / self.found.times[0] - 1
 
     def __str__(self) -> str:
         request = self.request
@@ -64,18 +94,25 @@ class Answer:
             f"{format_count(self.parameters)} parameters, {request.space.global_size} samples in a step, "
             f"{request.bytes_recipe}"
         ]
+        if self.place:
+            parts[0] += f"\nthe mesh of {request.name} as it is: {self.place}"
         if self.rule is not None:
             parts.append(f"A rule of thumb in five steps\n{self.rule}")
         if self.found is not None:
             parts.append(_found_text(self.found, request))
         if self.look is not None:
-            place = ""
-            if self.rank is not None and self.found is not None:
-                slower = self.look.given.step_seconds / self.found.times[0] - 1
-                place = f": place {self.rank} among {len(self.found.times)} that fit, {slower:.1%} slower than the best"
-            parts.append(f"The mesh as given{place}\n{self.look}")
+            parts.append(f"The mesh as given{f': {self.place}' if self.place else ''}\n{self.look}")
+            tensor = self.look.given.mesh.tensor_parallel_size
+            if request.shape and undivided(request, tensor) and not request.pads_vocabulary:
+                parts[-1] += (
+                    f"\n    {tensor} tensor ranks do not divide the vocabulary of {request.shape.vocab}: without "
+                    "strategy.pad_vocabulary=true embedding and head are whole on each, which is not counted here"
+                )
         if self.traffic:
             parts.append(f"What a rank sends in a step\n{self.traffic}")
+        if self.trials is not None:
+            parts.append(str(self.trials))
+            parts += [f"{place}) {one}" for place, one in enumerate(self.calibrated, 1)]
         return "\n\n".join(parts)
 
     def as_dict(self) -> dict[str, Any]:
@@ -102,7 +139,11 @@ class Answer:
             "rejected": [{"mesh": one.mesh, "reason": one.reason} for one in (found.rejected if found else ())],
             "searched": found and {"priced": found.priced, "fitting": len(found.times), "seconds": found.seconds},
             "rank": self.rank,
+            "slower": self.slower,
+            "problem": self.problem or None,
             "given": self.look and self.look.given.as_dict(),
+            "trials": self.trials and self.trials.as_dict(),
+            "calibrated": [one.as_dict() for one in self.calibrated],
             "facts": list(self.look.facts) if self.look else [],
             "claims": [
                 {"said": one.said, "found": one.found, "holds": one.holds}
@@ -132,11 +173,13 @@ def run(arguments: Sequence[str], *, trace: Trace | None = None) -> int:
         print(OmegaConf.to_yaml(cfg), end="")
         return 0
     answer = plan(cfg, trace=trace)
+    if cfg.trial:
+        answer = _tried(answer, cfg, words, directory)
     print(json.dumps(answer.as_dict(), indent=2) if cfg.json else answer)
     shown = answer.found.best if answer.found else ()
     if answer.request.picture:
-        given = (answer.look.given,) if answer.look else ()
-        save_picture(answer.request.picture, (*shown, *given), title=answer.request.name)
+        given = answer.look.given if answer.look else None
+        save_picture(answer.request.picture, shown, given=given, title=answer.request.name)
     return 0 if answer.found is None or shown else 1
 
 
@@ -164,58 +207,39 @@ def plan(cfg: DictConfig, *, trace: Trace | None = None) -> Answer:
     parameters = total_parameters(model)
     if request.evaluate:
         assert request.given is not None, "the request was checked"
-        look = look_at(pricer, request.given)
         traffic = str(step_traffic(pricer.shared, request.given))
-        return Answer(request=request, parameters=parameters, look=look, traffic=traffic)
-    found = search(pricer, request.devices, request.space, top=request.top)
+        return Answer(request=request, parameters=parameters, look=look_at(pricer, request.given), traffic=traffic)
+    found = search(pricer, request.devices, request.space, top=max(request.top, request.trial))
     rule = apply_rule(pricer, request.devices, request.space, found)
-    given = _look_if_possible(pricer, request)
+    look, problem = _look_if_possible(pricer, request)
     rank = None
-    if given is not None and found.times:
-        rank = bisect_left(found.times, given.given.step_seconds * (1 - _ROUNDING)) + 1
-    return Answer(request=request, parameters=parameters, found=found, rule=rule, look=given, rank=rank)
+    if look is not None and look.given.fits and found.times:
+        rank = bisect_left(found.times, look.given.step_seconds * (1 - _ROUNDING)) + 1
+    return Answer(request=request, parameters=parameters, found=found, rule=rule, look=look, rank=rank, problem=problem)
 
 
-def overrides(one: Prediction, request: Request) -> str:
-    """Returns the overrides that make a training run of a prediction.
-
-    Args:
-        one: The prediction.
-        request: What was asked.
-    """
-    mesh, nodes = one.mesh, -(-one.mesh.devices // request.cluster.devices_per_node)
-    words = {
-        "strategy": "default",
-        "strategy.data_parallel_size": mesh.data_parallel_size,
-        "strategy.data_replicate_size": mesh.data_replicate_size,
-        "strategy.pipeline_parallel_size": mesh.pipeline_parallel_size,
-        "strategy.tensor_parallel_size": mesh.tensor_parallel_size,
-        "strategy.zero_stage": mesh.zero_stage,
-        "strategy.pipeline_schedule": one.pipeline_schedule,
-        "strategy.stages_per_rank": mesh.stages_per_rank,
-        "strategy.sequence_parallel": str(mesh.sequence_parallel).lower(),
-        "strategy.activation_checkpointing": one.activation_checkpointing,
-        "strategy.rank_order": f"'\"{mesh.rank_order}\"'",
-        "batch.micro_size": one.batch.micro_size,
-        "trainer.num_nodes": nodes,
-        "trainer.devices": mesh.devices // nodes,
-    }
-    usual = {"strategy.data_replicate_size": 1, "strategy.sequence_parallel": "false"}
-    if mesh.pipeline_parallel_size == 1:
-        usual |= {name: words[name] for name in ("strategy.pipeline_schedule", "strategy.stages_per_rank")}
-    if mesh.rank_order == "data,pipeline,tensor":
-        usual["strategy.rank_order"] = words["strategy.rank_order"]
-    return " ".join(f"{name}={value}" for name, value in words.items() if usual.get(name) != value)
+def _tried(answer: Answer, cfg: DictConfig, words: Sequence[str], directory: Path | None) -> Answer:
+    """The answer with real steps of the best meshes, and their prices calibrated by them."""
+    request = answer.request
+    if answer.found is not None:
+        asked = answer.found.best[: request.trial]
+    else:
+        asked = (answer.look.given,) if answer.look is not None else ()
+    trials = run_trials(asked, request, cfg, words, directory)
+    calibrated = tuple(one.scaled(trials.scale / request.cluster.time_scale) for one in asked)
+    return replace(answer, trials=trials, calibrated=calibrated)
 
 
-def _look_if_possible(pricer: Pricer, request: Request) -> Look | None:
+def _look_if_possible(pricer: Pricer, request: Request) -> tuple[Look | None, str]:
+    """The given mesh, or why there is none: the search answers all the same."""
+    if request.problem is not None:
+        return None, request.problem.fact
     if request.given is None:
-        return None
+        return None, ""
     try:
-        return look_at(pricer, request.given)
-    except Lightning3DError:
-        # The search answers all the same; evaluate=true says what is wrong with it.
-        return None
+        return look_at(pricer, request.given), ""
+    except (MeshError, BatchError) as error:
+        return None, error.fact
 
 
 def _found_text(found: Found, request: Request) -> str:

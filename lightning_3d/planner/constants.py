@@ -21,6 +21,7 @@ class Constants:
         odd_heads: The same for unfused attention whose heads have a size that 8 does not divide.
         inner_share: Share of its bandwidth that the innermost level gives to a collective.
         outer_share: The same of the levels above.
+        pair_bandwidth: Most bytes per second that one device sends to another, where the link has more.
         members_power: How far several devices of a node add up for one group: their number to this power.
         exposed: Share of communication beside computation that costs time all the same.
         block_seconds: Of starting what a block does, forward or backward.
@@ -39,6 +40,7 @@ class Constants:
     odd_heads: float = 25.3
     inner_share: float = 0.77
     outer_share: float = 0.69
+    pair_bandwidth: float = 48e9
     members_power: float = 0.789
     exposed: float = 0.278
     block_seconds: float = 57.3e-6

@@ -63,7 +63,7 @@ def place_blocks(
     layers_per_stage: Sequence[int] | None = None,
     uniform: bool = False,
 ) -> Layout:
-    """Returns where the blocks of a model lie.
+    """Returns where the blocks of a model lie; there are as many blocks as stages, or more.
 
     Args:
         costs: Cost of each block.
@@ -75,14 +75,9 @@ def place_blocks(
         uniform: All blocks are equal.
 
     Raises:
-        MeshError: There are more stages than blocks, or the layers do not add up.
+        MeshError: The layers do not add up.
     """
     stages, count = ranks * stages_per_rank, len(costs)
-    if stages > count and layers_per_stage is None:
-        raise MeshError(
-            f"{count} blocks cannot fill {stages} stages (pipeline {ranks} x {stages_per_rank} stages on a rank).",
-            valid=f"pipeline_parallel_size x stages_per_rank of at most {count}",
-        )
     if layers_per_stage is not None and (len(layers_per_stage) != stages or sum(layers_per_stage) != count):
         raise MeshError(
             f"layers_per_stage has {len(layers_per_stage)} stages with {sum(layers_per_stage)} blocks in all, "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from lightning_3d.planner.shapes import BatchShape, MeshShape
@@ -110,6 +110,7 @@ class Prediction:
         hardware_flops: The same with what is computed again.
         peak_flops: Operations per second of all devices.
         time_band: Share by which the time may be off.
+        time_scale: What all times were multiplied with: measured over predicted steps, 1 without a measurement.
     """
 
     mesh: MeshShape
@@ -130,6 +131,17 @@ class Prediction:
     hardware_flops: float
     peak_flops: float
     time_band: float
+    time_scale: float = 1.0
+
+    def scaled(self, factor: float) -> Prediction:
+        """Returns the same with all times multiplied."""
+        times = TimeParts(**{one.name: factor * getattr(self.time, one.name) for one in fields(self.time)})
+        return replace(
+            self,
+            time=times,
+            hidden_data_seconds=factor * self.hidden_data_seconds,
+            time_scale=factor * self.time_scale,
+        )
 
     @property
     def allocated_bytes(self) -> float:
@@ -203,6 +215,7 @@ class Prediction:
             "time_seconds": self.time.by_name(),
             "hidden_data_seconds": self.hidden_data_seconds,
             "time_band": self.time_band,
+            "time_scale": self.time_scale,
             "bubble_fraction": self.bubble_fraction,
             "tflops_per_device": self.tflops_per_device,
             "hardware_tflops_per_device": self.hardware_tflops_per_device,
@@ -214,20 +227,24 @@ class Prediction:
             f"{self.mesh}\n  micro-batches of {self.batch.micro_size} x {self.microbatches}, {self.pipeline_schedule}, "
             f"activation checkpointing {self.activation_checkpointing}, {self.bytes_recipe}   [{ESTIMATE}]"
         )
-        memory = self.memory.by_name()
-        kinds = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in memory.items() if size >= 5e7)
+        size, unit = (1e9, "GB") if self.allocated_bytes >= 1e9 else (1e6, "MB")
+        memory = {name: count / size for name, count in self.memory.by_name().items() if count >= 0.05 * size}
+        kinds = ", ".join(f"{name} {count:.1f}" for name, count in memory.items())
+        speed = self.tflops_per_device
+        rate = f"{speed:.1f} TFLOP/s" if speed >= 0.1 else f"{speed * 1e3:.1f} GFLOP/s"
         parts = ", ".join(
             f"{name} {format_seconds(seconds)} ({seconds / self.step_seconds:.0%})"
             for name, seconds in self.time.by_name().items()
             if seconds >= 0.001 * self.step_seconds
         )
+        scale = f" x {self.time_scale:.3g} by cluster.time_scale" if self.time_scale != 1 else ""
         hidden = f"; hidden: data {format_seconds(self.hidden_data_seconds)}" if self.hidden_data_seconds else ""
         return (
             f"{head}\n"
-            f"  memory {self.allocated_bytes / 1e9:.1f} GB allocated, {self.needed_bytes / 1e9:.1f} GB needed of "
-            f"{self.capacity / 1e9:.0f} (± {MEMORY_BAND:.0%}): {self.verdict}\n    {kinds}\n"
-            f"  step {format_seconds(self.step_seconds)} (± {self.time_band:.0%}), "
-            f"{self.tflops_per_device:.1f} TFLOP/s per device, MFU {self.mfu:.1%}, bubble {self.bubble_fraction:.1%}\n"
+            f"  memory {self.allocated_bytes / size:.1f} {unit} allocated, {self.needed_bytes / 1e9:.1f} GB needed of "
+            f"{self.capacity / 1e9:.0f} (± {MEMORY_BAND:.0%}): {self.verdict}\n    {unit}: {kinds}\n"
+            f"  step {format_seconds(self.step_seconds)} (± {self.time_band:.0%}{scale}), "
+            f"{rate} per device, MFU {self.mfu:.1%}, bubble {self.bubble_fraction:.1%}\n"
             f"    {parts}{hidden}"
         )
 

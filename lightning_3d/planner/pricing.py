@@ -7,6 +7,7 @@ from lightning_3d.planner.cluster import Cluster
 from lightning_3d.planner.constants import FITTED, Constants
 from lightning_3d.planner.footprint import footprint
 from lightning_3d.planner.model import ModelGraph
+from lightning_3d.planner.obstacle import obstacle
 from lightning_3d.planner.prediction import MemoryParts, Prediction
 from lightning_3d.planner.shared import Shared
 from lightning_3d.planner.software import THIS_LIBRARY, Software
@@ -46,11 +47,16 @@ class Pricer:
 
         Raises:
             MeshError: The model cannot be cut so.
+            BatchError: The batch cannot.
         """
+        found = obstacle(self.shared.model, case.mesh, case.batch)
+        if found is not None:
+            raise found.error()
         memory, rank, flights = footprint(self.shared, case)
         time, hidden = step_time(self.shared, case)
         samples = case.batch.global_size
-        return Prediction(
+        scale = self.shared.cluster.time_scale
+        unscaled = Prediction(
             mesh=case.mesh,
             batch=case.batch,
             microbatches=case.microbatches,
@@ -70,7 +76,9 @@ class Pricer:
             peak_flops=self.shared.speed.peak * case.mesh.devices,
             time_band=self.shared.cluster.time_band,
         )
+        return unscaled if scale == 1 else unscaled.scaled(scale)
 
     def needed(self, memory: MemoryParts) -> float:
         """Returns the bytes that a device must have for those that are allocated."""
-        return self.shared.constants.needed_share * memory.total + self.shared.constants.needed_constant
+        constants, reserved = self.shared.constants, self.shared.cluster.reserved
+        return constants.needed_share * memory.total + (constants.needed_constant if reserved is None else reserved)

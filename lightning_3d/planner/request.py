@@ -9,14 +9,16 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_3d.config.batch import num_microbatches
+from lightning_3d.config.batch import local_batch_size, num_microbatches
+from lightning_3d.config.precision import precision_of
 from lightning_3d.config.schema import MESH_STRATEGY, ONE_STAGE_SCHEDULES, StrategyConfig, strategy_options
-from lightning_3d.errors import ConfigError
+from lightning_3d.errors import BatchError, ConfigError, Lightning3DError, MeshError
 from lightning_3d.mesh.spec import MeshSpec
 from lightning_3d.planner.case import Case
 from lightning_3d.planner.cluster import Cluster
 from lightning_3d.planner.search import Space
 from lightning_3d.planner.shapes import BatchShape, DecoderShape, MeshShape
+from lightning_3d.units import counted
 
 _GPT, _LLAMA = "lightning_3d.reference.gpt.GPT", "lightning_3d.reference.llama.Llama"
 _RECIPES: Mapping[str, str] = MappingProxyType(
@@ -43,9 +45,12 @@ class Request:
         devices: Devices to use.
         bytes_recipe: Name of the recipe of bytes per parameter.
         space: What the search may vary.
-        given: The mesh of the configuration; None if its strategy has none.
+        given: The mesh of the configuration; None if its strategy has none, or it is impossible.
+        pads_vocabulary: The configuration pads a vocabulary that its tensor ranks do not divide, as prices assume.
+        problem: Why the mesh of the configuration is impossible, whatever the model.
         evaluate: Price the given mesh alone.
         top: How many meshes to show.
+        trial: Of how many of them to run real steps.
         picture: Where a picture is written.
     """
 
@@ -56,8 +61,11 @@ class Request:
     bytes_recipe: str
     space: Space
     given: Case | None
+    pads_vocabulary: bool
+    problem: Lightning3DError | None
     evaluate: bool
     top: int
+    trial: int
     picture: str | None
 
 
@@ -76,6 +84,15 @@ def read_request(cfg: DictConfig) -> Request:
     if size is None:
         raise ConfigError("a plan needs the samples of a step.", fix="batch.global_size=256")
     size *= int(OmegaConf.select(cfg, "trainer.accumulate_grad_batches", default=1))
+    given: Case | None = None
+    problem: Lightning3DError | None = None
+    try:
+        given = _given(cfg, cluster, devices, size)
+    except (MeshError, BatchError) as error:
+        # The search answers all the same.
+        if cfg.evaluate:
+            raise
+        problem = error
     return Request(
         name=str(cfg.task_name),
         shape=decoder_of(cfg),
@@ -83,9 +100,12 @@ def read_request(cfg: DictConfig) -> Request:
         devices=devices,
         bytes_recipe=cfg.bytes_recipe or recipe_of(cfg),
         space=_space(cfg, size),
-        given=_given(cfg, devices, size),
+        given=given,
+        pads_vocabulary=bool(OmegaConf.select(cfg, "strategy.pad_vocabulary")),
+        problem=problem,
         evaluate=bool(cfg.evaluate),
         top=int(cfg.top),
+        trial=int(cfg.trial),
         picture=cfg.picture,
     )
 
@@ -125,12 +145,7 @@ def recipe_of(cfg: DictConfig) -> str:
     Raises:
         ConfigError: The precision is unknown.
     """
-    precision = str(OmegaConf.select(cfg, "trainer.precision", default="32-true"))
-    plugins = OmegaConf.select(cfg, "trainer.plugins")
-    found: Any = OmegaConf.to_container(plugins, resolve=True) if OmegaConf.is_config(plugins) else None
-    for plugin in found if isinstance(found, list) else [found]:
-        if isinstance(plugin, dict) and str(plugin.get("_target_")).endswith("Mesh3DPrecision"):
-            precision = str(plugin.get("precision") or next(iter(plugin.get("_args_") or [precision])))
+    precision = precision_of(cfg)
     if precision not in _RECIPES:
         raise ConfigError(f"trainer.precision={precision} has no recipe of bytes.", valid=_RECIPES)
     return _RECIPES[precision]
@@ -149,14 +164,14 @@ def _space(cfg: DictConfig, size: int) -> Space:
     )
 
 
-def _given(cfg: DictConfig, devices: int, size: int) -> Case | None:
-    """The mesh of the configuration on these devices; None if it is of another strategy, or does not fit them."""
+def _given(cfg: DictConfig, cluster: Cluster, devices: int, size: int) -> Case | None:
+    """The mesh of the configuration on these devices; None if it is of another strategy."""
     if cfg.strategy.get("_target_") != MESH_STRATEGY:
         if cfg.evaluate:
             raise ConfigError("strategy is not Mesh3DStrategy: it has no mesh to evaluate.", fix="strategy=default")
         return None
     options = StrategyConfig.from_mapping(strategy_options(cfg.strategy))
-    spec = MeshSpec.of(options, devices)
+    spec = _spec(options, cluster, devices)
     stages = options.stages_per_rank
     if not isinstance(stages, int):
         stages = 1 if options.pipeline_schedule in ONE_STAGE_SCHEDULES else 2
@@ -172,7 +187,7 @@ def _given(cfg: DictConfig, devices: int, size: int) -> Case | None:
         layers_per_stage=tuple(layers) if layers else None,
         rank_order=options.rank_order,
     )
-    local = max(1, size // spec.data)
+    local = local_batch_size(size, spec.data)
     count = num_microbatches(
         local,
         micro_batch_size=options.micro_batch_size,
@@ -181,6 +196,28 @@ def _given(cfg: DictConfig, devices: int, size: int) -> Case | None:
     )
     batch = BatchShape(global_size=size, micro_size=-(-local // count))
     return Case.checked(mesh, batch, options.pipeline_schedule, options.activation_checkpointing)
+
+
+def _spec(options: StrategyConfig, cluster: Cluster, devices: int) -> MeshSpec:
+    """The mesh: its data axis takes all devices that the other axes leave, or as many ranks as it is told."""
+    data, others = options.data_parallel_size, options.pipeline_parallel_size * options.tensor_parallel_size
+    ranks = data * others if isinstance(data, int) else max(1, devices // others) * others
+    if ranks > devices:
+        name = f"{'' if isinstance(data, int) else 'at least '}{ranks} ranks"
+        raise MeshError(
+            f"the mesh has {name} (pipeline {options.pipeline_parallel_size} x tensor {options.tensor_parallel_size} x "
+            f"data {data}), but {counted(devices, 'device')} of cluster {cluster.name} are to be used.",
+            valid=f"at most {counted(devices, 'rank')}",
+            fix=f"num_devices=null cluster.nodes={-(-ranks // cluster.devices_per_node)}",
+        )
+    if not isinstance(data, int) and ranks != devices:
+        raise MeshError(
+            f"pipeline {options.pipeline_parallel_size} x tensor {options.tensor_parallel_size} does not divide the "
+            f"{counted(devices, 'device')} to be used of cluster {cluster.name}.",
+            valid=f"a product that divides {devices}",
+            fix=f"num_devices={ranks}",
+        )
+    return MeshSpec.of(options, ranks)
 
 
 def _plain(cfg: DictConfig) -> dict[str, Any]:

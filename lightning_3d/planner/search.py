@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from lightning_3d.planner.case import Case
 from lightning_3d.planner.footprint import footprint
 from lightning_3d.planner.model import KEPT_KINDS, ModelGraph
+from lightning_3d.planner.obstacle import batch_obstacle, stages_obstacle, tensor_obstacle
 from lightning_3d.planner.prediction import Prediction
 from lightning_3d.planner.pricing import Pricer
 from lightning_3d.planner.shapes import BatchShape, MeshShape
@@ -38,7 +39,7 @@ class Space:
     """
 
     global_size: int
-    micro_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    micro_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     zero_stages: tuple[int, ...] = (1, 2, 3)
     kinds: tuple[str, ...] = KEPT_KINDS
     schedules: tuple[str, ...] = ("1f1b", "interleaved1f1b")
@@ -143,13 +144,13 @@ def price(pricer: Pricer, case: Case) -> Candidate:
     needed = pricer.needed(memory)
     if needed > pricer.shared.cluster.memory:
         return Candidate(case, needed, float("inf"))
-    return Candidate(case, needed, step_time(pricer.shared, case)[0].total)
+    return Candidate(case, needed, step_time(pricer.shared, case)[0].total * pricer.shared.cluster.time_scale)
 
 
 def tensor_degrees(model: ModelGraph, largest: int) -> tuple[int, ...]:
-    """Returns the tensor degrees that divide the heads."""
+    """Returns the tensor degrees that divide the largest one, and what they cut."""
     degrees = (degree for degree in range(1, largest + 1) if largest % degree == 0)
-    return tuple(degree for degree in degrees if all(count % degree == 0 for count in model.heads))
+    return tuple(degree for degree in degrees if tensor_obstacle(model, degree) is None)
 
 
 def _choices(pricer: Pricer, devices: int, space: Space) -> Iterator[list[Case]]:
@@ -162,15 +163,13 @@ def _choices(pricer: Pricer, devices: int, space: Space) -> Iterator[list[Case]]
         sequence = space.sequence_parallel and tensor > 1 and model.last.rows % tensor == 0
         for pipeline in _divisors(devices // tensor):
             data = devices // tensor // pipeline
-            if pipeline > len(model.blocks) or space.global_size % data or space.pipeline not in (None, pipeline):
+            if pipeline > len(model.blocks) or space.pipeline not in (None, pipeline):
                 continue
-            local = space.global_size // data
+            batches = [BatchShape(global_size=space.global_size, micro_size=micro) for micro in space.micro_sizes]
+            batches = [batch for batch in batches if batch_obstacle(batch, data) is None]
             for mesh in _meshes(pricer, space, data, pipeline, tensor, sequence):
-                for micro in space.micro_sizes:
-                    if local % micro == 0:
-                        yield from _schedules(
-                            space, len(model.blocks), mesh, BatchShape(global_size=space.global_size, micro_size=micro)
-                        )
+                for batch in batches:
+                    yield from _schedules(space, model, mesh, batch)
 
 
 def _meshes(pricer: Pricer, space: Space, data: int, pipeline: int, tensor: int, sequence: bool) -> Iterator[MeshShape]:
@@ -195,7 +194,7 @@ def _meshes(pricer: Pricer, space: Space, data: int, pipeline: int, tensor: int,
                 )
 
 
-def _schedules(space: Space, blocks: int, mesh: MeshShape, batch: BatchShape) -> Iterator[list[Case]]:
+def _schedules(space: Space, model: ModelGraph, mesh: MeshShape, batch: BatchShape) -> Iterator[list[Case]]:
     pipeline = mesh.pipeline_parallel_size
     count = batch.global_size // mesh.data_parallel_size // batch.micro_size
     if pipeline == 1:
@@ -207,9 +206,9 @@ def _schedules(space: Space, blocks: int, mesh: MeshShape, batch: BatchShape) ->
         stages = (1,) if schedule in ("1f1b", "gpipe") else space.stages_per_rank
         stages = (2,) if schedule in ("zbvzerobubble", "dualpipev") else stages
         for each in stages:
-            if each * pipeline > blocks or (each > 1 and count % pipeline):
-                continue
             wanted = replace(mesh, stages_per_rank=each) if each > 1 else mesh
+            if stages_obstacle(model, wanted) or (each > 1 and count % pipeline):
+                continue
             yield [
                 Case(mesh=wanted, batch=batch, schedule=schedule, kind=kind, microbatches=count) for kind in space.kinds
             ]
@@ -238,9 +237,9 @@ def _rejections(
             yield Rejected(f"{_name(one.case)}, checkpointing {one.case.kind}", text)
     largest = space.largest_tensor or cluster.devices_per_node
     for tensor in (degree for degree in range(2, largest + 1) if largest % degree == 0 and devices % degree == 0):
-        undivided = [count for count in model.heads if count % tensor]
-        if undivided:
-            yield Rejected(f"tensor {tensor}", f"does not divide {undivided[0]} heads")
+        found = tensor_obstacle(model, tensor)
+        if found is not None:
+            yield Rejected(f"tensor {tensor}", found.fact)
     yield Rejected(
         f"tensor above {cluster.devices_per_node}",
         f"crosses nodes of {counted(cluster.devices_per_node, 'device')}: each block would sum over the "

@@ -13,6 +13,7 @@ class Software:
     Attributes:
         fused_attention: Attention never writes its scores, and skips those that a causal mask hides.
         overlaps_data: Gathers and reductions of the data axis run beside the computation.
+        overlaps_sends: A rank computes on while a stage's result is on its way, as in torch's schedules.
         overlaps_tensor: So do the sums of the tensor axis.
         selective: What "selective" checkpointing keeps: the "products" with weights, or all but the core of
             "attention" (Korthikanti et al. 2022).
@@ -28,6 +29,7 @@ class Software:
 
     fused_attention: bool = True
     overlaps_data: bool = True
+    overlaps_sends: bool = True
     overlaps_tensor: bool = False
     selective: Literal["products", "attention"] = "products"
     shards_by_unit: bool = True
@@ -40,11 +42,12 @@ class Software:
 
 
 THIS_LIBRARY = Software()
-# As published in 2021 and 2022: attention writes its scores, gradients are reduced after the last backward, the softmax
-# of the loss is fused.
+# As published in 2021 and 2022: attention writes its scores, gradients are reduced after the last backward, ranks wait
+# for what they send, the softmax of the loss is fused.
 MEGATRON = Software(
     fused_attention=False,
     overlaps_data=False,
+    overlaps_sends=False,
     selective="attention",
     shards_by_unit=False,
     scatters_boundaries=True,

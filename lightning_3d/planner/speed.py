@@ -183,7 +183,8 @@ class Speed:
         """Seconds of sending over one link of a level."""
         constants, level = self.constants, self.cluster.levels[index]
         share = constants.outer_share if index else constants.inner_share
-        return payload / (level.bandwidth * share) + 2 * constants.collective_seconds
+        bandwidth = min(level.bandwidth * share, constants.pair_bandwidth)
+        return payload / bandwidth + 2 * constants.collective_seconds
 
     def _product_rate(self, width: float, rows: float) -> float:
         constants = self.constants
@@ -218,6 +219,7 @@ class Speed:
         return moved / self.cluster.memory_bandwidth
 
     def _start(self, group: Group) -> float:
-        """Latency of a ring: its start, and each node that it crosses."""
+        """Latency of a ring: its start, by the device or by the slower link, and each node that it crosses."""
         inside = max(1, min(group.size, self.cluster.devices_per_node // group.stride))
-        return self.constants.collective_seconds + self.cluster.levels[-1].latency * (-(-group.size // inside) - 1)
+        started = max(self.constants.collective_seconds, self.cluster.levels[0].latency)
+        return started + self.cluster.levels[-1].latency * (-(-group.size // inside) - 1)

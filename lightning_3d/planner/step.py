@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lightning_3d.parallel.pipeline.schedule.actions import SPLIT_SCHEDULES
-from lightning_3d.planner.bubble import idle_time
+from lightning_3d.planner.bubble import idle_time, interleaved_sends
 from lightning_3d.planner.case import Case
 from lightning_3d.planner.layout import Kind
 from lightning_3d.planner.prediction import TimeParts
@@ -41,8 +41,8 @@ def step_time(shared: Shared, case: Case) -> tuple[TimeParts, float]:
     mesh, count = case.mesh, case.microbatches
     kinds = shared.layout(case).kinds
     times = [_rank_times(shared, case, kind) for kind in kinds]
-    sends = _sends(shared, case)
     worst = max(times, key=lambda one: one.total)
+    sends, once = _sends(shared, case, worst)
     busy = worst.total + sends
     bubble = _bubble(
         shared,
@@ -60,7 +60,7 @@ def step_time(shared: Shared, case: Case) -> tuple[TimeParts, float]:
         recompute=count * worst.again,
         bubble=bubble,
         tensor=count * worst.tensor,
-        pipeline=count * sends,
+        pipeline=count * sends + once,
         data=data + count * worst.data,
         optimizer=optimizer,
         fixed=shared.constants.step_seconds,
@@ -142,14 +142,19 @@ def _bubble(shared: Shared, case: Case, others: float, worst: _RankTimes, sends:
     return idle / stages * others / whole
 
 
-def _sends(shared: Shared, case: Case) -> float:
-    """Seconds of sending a micro-batch's states forward and their gradients backward, from all stages of a rank."""
+def _sends(shared: Shared, case: Case, worst: _RankTimes) -> tuple[float, float]:
+    """Seconds that sending states forward and gradients backward adds: to each micro-batch, and once to a step."""
     mesh = case.mesh
     if mesh.pipeline_parallel_size == 1:
-        return 0.0
+        return 0.0, 0.0
     state = shared.state(case) * case.batch.micro_size
     if shared.software.scatters_boundaries and not mesh.sequence_parallel:
         state /= mesh.tensor_parallel_size
     pipeline = Group(size=mesh.pipeline_parallel_size, stride=mesh.stride("pipeline"))
-    once = shared.speed.send(state, pipeline, in_a_circle=case.stages_per_rank > 1)
-    return 2 * case.stages_per_rank * once
+    stages = case.stages_per_rank
+    link = shared.speed.send(state, pipeline, in_a_circle=stages > 1)
+    if stages == 1 or not shared.software.overlaps_sends:
+        return 2 * stages * link, 0.0
+    return 0.0, interleaved_sends(
+        link, ranks=mesh.pipeline_parallel_size, stages=stages, microbatches=case.microbatches, seconds=worst.total
+    )

@@ -12,7 +12,7 @@ from lightning_3d.planner.model import total_parameters
 from lightning_3d.planner.prediction import Prediction
 from lightning_3d.planner.pricing import Pricer
 from lightning_3d.planner.search import Found, Space, search, tensor_degrees, why_slower
-from lightning_3d.units import format_count, format_seconds
+from lightning_3d.units import format_count, format_gb, format_seconds
 
 # What the rule calls a fast network: 400 Gb/s for a node.
 _FAST = 50e9
@@ -119,13 +119,13 @@ def _first_step(pricer: Pricer, alone: Prediction | None) -> Step:
     parameters = total_parameters(pricer.shared.model)
     states = recipe.per_parameter * parameters
     number = (
-        f"states {recipe.per_parameter:g} B x {format_count(parameters)} = {states / 1e9:.1f} GB, "
+        f"states {recipe.per_parameter:g} B x {format_count(parameters)} = {format_gb(states)}, "
         f"a device has {memory / 1e9:.0f} GB; with Adam in 16 bit and no master weights, as the rule counts, "
-        f"{_RULE_BYTES * parameters / 1e9:.1f} GB"
+        f"{format_gb(_RULE_BYTES * parameters)}"
     )
     if alone is not None:
         return Step(
-            "Does it fit one device?", number, f"yes ({alone.needed_bytes / 1e9:.1f} GB needed): data ranks alone"
+            "Does it fit one device?", number, f"yes ({format_gb(alone.needed_bytes)} needed): data ranks alone"
         )
     return Step("Does it fit one device?", number, "no (the rule does not ask what ZeRO 2 or 3 would divide)")
 
@@ -136,8 +136,8 @@ def _second_step(pricer: Pricer) -> Step:
     weights, states = part.parameters * recipe.weights, part.parameters * recipe.per_parameter
     working = part.keeps("none").on_rank(1, False) * recipe.computed / 2
     number = (
-        f"largest block {format_count(part.parameters)}: weights {weights / 1e9:.2f} GB, states {states / 1e9:.1f} GB, "
-        f"activations of one sample {working / 1e9:.2f} GB; a device has {memory / 1e9:.0f} GB"
+        f"largest block {format_count(part.parameters)}: weights {format_gb(weights, 2)}, states {format_gb(states)}, "
+        f"activations of one sample {format_gb(working, 2)}; a device has {memory / 1e9:.0f} GB"
     )
     if states + working > memory:
         return Step("Does one layer fit one device?", number, "no: tensor ranks")
@@ -151,7 +151,7 @@ def _network_step(pricer: Pricer, devices: int, space: Space, tensor: int) -> St
         return Step(question, "one node", "no network: the axes may lie as they like")
     outer = cluster.levels[-1].bandwidth * cluster.devices_per_node
     said = "fast: the rule says more pipeline" if outer >= _FAST else "slow: the rule says less pipeline, more data"
-    text = f"{outer * 8e-9:.3g} Gb/s for a node, {cluster.levels[-1].bandwidth / 1e9:.3g} GB/s for each of its devices"
+    text = f"{outer * 8e-9:.0f} Gb/s for a node, {cluster.levels[-1].bandwidth / 1e9:.3g} GB/s for each of its devices"
     anyway = replace(space, tensor=tensor, schedules=("1f1b",), zero_stages=(1,))
     tried = [search(pricer, devices, replace(anyway, pipeline=degree), top=1) for degree in (2, 4, 8, 16)]
     meshes = [one.best[0] for one in tried if one.best]
@@ -163,7 +163,7 @@ def _network_step(pricer: Pricer, devices: int, space: Space, tensor: int) -> St
         f"at {many.mesh.pipeline_parallel_size} for {_sends(many)}"
     )
     better = "more" if many.step_seconds < few.step_seconds else "less"
-    if better not in said:
+    if f"{better} pipeline" not in said:
         said += ", which is reversed here"
     return Step(question, text + sums, f"{said}; the time of the step wants {better} pipeline")
 

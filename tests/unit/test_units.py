@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_3d.units import counted, format_bytes, format_count, format_seconds
+from lightning_3d.units import counted, format_bytes, format_count, format_gb, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,8 @@ def test_seconds(seconds: float, text: str) -> None:
 @pytest.mark.parametrize(("count", "text"), [(0, "0 nodes"), (1, "1 node"), (2, "2 nodes")])
 def test_numbers_of_things(count: int, text: str) -> None:
     assert counted(count, "node") == text
+
+
+@pytest.mark.parametrize(("count", "text"), [(87.5e9, "87.5 GB"), (0.3e9, "0.3 GB"), (3.21e6, "3.2 MB"), (0, "0.0 MB")])
+def test_bytes_as_memories_are_told(count: float, text: str) -> None:
+    assert format_gb(count) == text

@@ -52,7 +52,12 @@ def test_every_recipe_is_played(recipe: str) -> None:
     assert memory < GIB
 
 
-STAGE = ("recipe=llama3_70b", "strategy.pipeline_parallel_size=16", "coordinates=[0,8,3]")
+STAGE = (
+    "recipe=llama3_70b",
+    "strategy.pipeline_parallel_size=16",
+    "strategy.tensor_parallel_size=8",
+    "coordinates=[0,8,3]",
+)
 
 
 @pytest.mark.thorough

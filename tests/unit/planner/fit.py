@@ -7,12 +7,14 @@
 Nothing but the tables is looked at. A step of Nelder and Mead (1965) on the logarithms of the constants; the loss is
 Huber's (1964) of the logarithm of predicted over measured time, averaged in each table, tables weighed by the root of
 their rows, with a weak pull to where the constants began, so that what the tables do not tell apart stays sensible.
+What no time tells is taken from grids: the two constants of needed memory, and the bandwidth of a send.
 """
 
 import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from lightning_3d.planner.constants import FITTED
 from tests.unit.planner import tables
@@ -39,6 +41,8 @@ BEGINNING = (126, 173, 2.3, 2.5, 30, 0.8, 0.75, 0.22, 57e-6, 25e-3, 0.76, 0.67, 
 MOST = {"outer_share": 0.95, "members_power": 1.0, "exposed": 1.0}
 _PULL = 0.05
 _TOLERANCE = 0.1
+# Of the memory's median error and 9th decile.
+_TARGETS = (0.04, 0.08)
 
 
 def in_use() -> tuple[float, ...]:
@@ -123,14 +127,58 @@ def report(rows: Sequence[Row | Layer], values: Sequence[float]) -> str:
     return "\n".join([head, *(_line(name, errors) for name, errors in found.items())])
 
 
-def memory_report() -> str:
-    """Returns the errors of the memory that a device needs, ``needed_share`` and ``needed_constant`` of it fitted.
+def memory_errors(share: float, constant: float) -> tuple[list[float], int]:
+    """Returns needed over measured memory less 1 of BLOOM's rows, and how many that did fit are said not to.
 
-    They were taken from a grid: the least 9th decile of the errors among pairs that raise no false alarm.
+    Args:
+        share: ``needed_share``.
+        constant: ``needed_constant``.
     """
-    pairs = [(row.predict().needed_bytes, row.memory) for row in tables.bloom() if row.memory is not None]
-    errors = [needed / memory - 1 for needed, memory in pairs if memory < math.inf]
-    return _line("BLOOM memory", errors)
+    errors, alarms = [], 0
+    for row, allocated in _allocated():
+        needed = share * allocated + constant
+        if row.memory is not None and row.memory < math.inf:
+            errors.append(needed / row.memory - 1)
+            alarms += needed > row.cluster.memory
+    return errors, alarms
+
+
+def fit_memory() -> tuple[float, float]:
+    """Returns ``needed_share`` and ``needed_constant``, of a grid, of the pairs that raise no false alarm.
+
+    The best has the least sum of median and 9th decile, each over its target.
+    """
+
+    def loss(pair: tuple[float, float]) -> float:
+        errors, alarms = memory_errors(*pair)
+        sizes = [abs(one) for one in errors]
+        return math.inf if alarms else quantile(sizes, 0.5) / _TARGETS[0] + quantile(sizes, 0.9) / _TARGETS[1]
+
+    return min(((1 + one / 100, two * 0.5e9) for one in range(26) for two in range(25)), key=loss)
+
+
+def fit_sends() -> float:
+    """Returns ``pair_bandwidth``, of a grid: the least mean error of the published bubbles."""
+    rows = [*tables.bubbles()]
+
+    def loss(bandwidth: float) -> float:
+        constants = replace(FITTED, pair_bandwidth=bandwidth)
+        return sum(abs(tables.waiting(row.predict(constants)) - rate) for row, rate in rows)
+
+    return min((one * 1e9 for one in range(20, 101)), key=loss)
+
+
+def bubble_report() -> str:
+    """Returns the errors of the published bubbles, in points."""
+    errors = [100 * (tables.waiting(row.predict()) - rate) for row, rate in tables.bubbles()]
+    sizes = [abs(one) for one in errors]
+    mean, signed = sum(sizes) / len(sizes), sum(errors) / len(errors)
+    return f"{'Zero Bubble, points':<22} {len(errors):>4} mean {mean:.2f}, most {max(sizes):.2f}, signed {signed:+.2f}"
+
+
+@lru_cache(maxsize=1)
+def _allocated() -> tuple[tuple[Row, float], ...]:
+    return tuple((row, row.predict().allocated_bytes) for row in tables.bloom() if row.memory is not None)
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -155,9 +203,13 @@ def main(arguments: Sequence[str]) -> None:
     rows, values = tables.timed(), in_use()
     if "--fit" in arguments:
         values = fit(rows, values, 150)
-        print("\n".join(f"{name} = {value:.4g}" for name, value in zip(NAMES, values, strict=True)))
+        share, constant = fit_memory()
+        others = {"needed_share": share, "needed_constant": constant, "pair_bandwidth": fit_sends()}
+        fitted = dict(zip(NAMES, values, strict=True)) | others
+        print("\n".join(f"{name} = {value:.4g}" for name, value in fitted.items()))
     print(report(rows, values))
-    print(memory_report())
+    print(_line("BLOOM memory", memory_errors(FITTED.needed_share, FITTED.needed_constant)[0]))
+    print(bubble_report())
     if "--leave" in arguments:
         for name in dict.fromkeys(row.table for row in rows):
             kept = [row for row in rows if row.table != name]

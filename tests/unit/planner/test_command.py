@@ -50,7 +50,7 @@ def test_the_five_steps_of_the_article(article: Answer) -> None:
     assert "18 B x 174.6B = 3142" in first.number or "18 B x 174.6B = 3143" in first.number
     assert "weights 3.62 GB, states 32.6 GB" in second.number
     assert third.decision == "tensor up to 8"
-    assert "1.6e+03 Gb/s" in fourth.number
+    assert "1600 Gb/s" in fourth.number
     assert "512 / (pipeline" in fifth.number
     example = article.rule.readings[-1]
     assert example.mesh is not None
@@ -63,15 +63,47 @@ def test_the_five_steps_of_the_article(article: Answer) -> None:
 
 def test_which_figures_of_the_article_hold(article: Answer) -> None:
     assert article.look is not None
-    holds = {claim.said.partition(" ")[0]: claim.holds for claim in article.look.claims}
-    assert holds == {"tensor": True, "bubble": True, "data": False, "560": False, "an": False}
-    impossible = article.look.claims[0]
-    assert not impossible.holds
-    assert "87.3 GB of states alone, 91 GB with activations" in impossible.found
+    claims = {claim.said: claim for claim in article.look.claims}
+    assert {said for said, claim in claims.items() if claim.holds} == {
+        "bubble 12 % of a step",
+        "tensor 8 % of a step",
+        "recomputing everything costs 30 %",
+    }
+    impossible, alone, *_, slow = claims.values()
+    assert "175e9 x 16 B / 32 = 87.5 GB of states" in impossible.found
+    assert "87.3 GB of states, 92 GB with activations" in impossible.found
+    assert "ZeRO 0 350.0 GB, ZeRO 1 91.6 GB, ZeRO 3 5.5 GB" in alone.found
+    assert "0.35% of their peak" in claims["560 TFLOP/s are 70 % efficiency on 512 devices"].found
+    assert (
+        "both have 3/27; 4 micro-batches are in flight in place of 24"
+        in claims["1F1B has a smaller bubble than GPipe"].found
+    )
+    assert (
+        "29 GB of states"
+        in claims["an attention layer of 1.4 GB does not fit one device, so tensor ranks are needed"].found
+    )
+    assert slow.said == "on 25 GbE less pipeline and more data"
+    assert not slow.holds
+    text = str(article)
+    assert all(f"{'holds' if claim.holds else 'does not hold'}: {said} - " in text for said, claim in claims.items())
     facts = "\n".join(article.look.facts)
     assert "ZeRO 0 87.3 GB, ZeRO 1 25.9 GB, ZeRO 2 15.7 GB" in facts
     assert "stored 16.0 times (ZeRO 0), 4.8 times (ZeRO 1)" in facts
     assert "bubble 3/27 = 11.1%" in facts
+    assert "87.3 GB of states and 4.8 GB of activations on the first stage, 92.1 GB in all" in facts
+
+
+@pytest.mark.parametrize(("cluster", "said"), [("a100_x8", "fast"), ("a100_x8_25gbe", "slow")])
+def test_the_rule_for_networks_is_reversed(cluster: str, said: str) -> None:
+    """13B on four nodes: a slow network wants the pipeline across the nodes, a fast one none."""
+    sizes = "model.model.num_layers=40 model.model.hidden_size=5120 model.model.num_heads=40 data.length=2048"
+    words = ["model=gpt", *sizes.split(), "model.model.vocab_size=51200", "batch.global_size=512"]
+    answer = answered([*words, f"cluster={cluster}", "cluster.nodes=4", "bytes_recipe=bf16_master"])
+    assert answer.rule is not None
+    step = answer.rule.steps[3]
+    assert step.decision.startswith(f"{said}: the rule says")
+    assert "which is reversed here" in step.decision
+    assert f"the time of the step wants {'more' if said == 'slow' else 'less'} pipeline" in step.decision
 
 
 def test_the_text_says_what_it_is(article: Answer) -> None:
@@ -82,7 +114,7 @@ def test_the_text_says_what_it_is(article: Answer) -> None:
     assert "Rejected" in text
     assert article.rank is not None
     assert article.found is not None
-    assert f"place {article.rank} among {len(article.found.times)} that fit" in text
+    assert f"the mesh of gpt3_175b as it is: rank {article.rank} of {len(article.found.times)} that fit, " in text
     assert article.rank > 3
     assert "nodes of 8 devices" in text
 
@@ -143,18 +175,12 @@ def test_the_recipe_follows_from_the_precision(precision: str, recipe: str) -> N
     assert recipe_of(compose_run([f"trainer.precision={precision}"], config_name="plan")) == recipe
 
 
-def test_the_recipe_of_master_weights() -> None:
-    plugin = "+trainer.plugins=[{_target_: lightning_3d.Mesh3DPrecision, precision: bf16-master}]"
-    assert recipe_of(compose_run([plugin], config_name="plan")) == "bf16_master"
-
-
 @pytest.mark.parametrize(
     "words",
     [
         ["cluster.nodez=2"],
         ["bytes_recipe=bf16"],
         ["batch.global_size=null"],
-        ["strategy.pipeline_parallel_size=3", "evaluate=true"],
         ["strategy=ddp", "evaluate=true"],
         ["+cluster.memories=3"],
     ],
@@ -162,6 +188,27 @@ def test_the_recipe_of_master_weights() -> None:
 def test_one_clear_error(words: list[str]) -> None:
     with pytest.raises(Lightning3DError):
         answered(words)
+
+
+IMPOSSIBLE = [
+    (["strategy.pipeline_parallel_size=3"], "pipeline 3 x tensor 2 does not divide the 8 devices"),
+    (["strategy.tensor_parallel_size=8", "strategy.pipeline_parallel_size=1"], "does not divide 4 heads"),
+    (["strategy.pipeline_parallel_size=8", "strategy.tensor_parallel_size=1"], "4 blocks cannot fill 8 stages"),
+    (["batch.global_size=18"], "micro_size=2 does not divide the 9 samples"),
+    (["batch.global_size=17"], "does not divide into 2 data ranks"),
+    (["strategy.data_parallel_size=64"], "the mesh has 256 ranks"),
+]
+
+
+@pytest.mark.parametrize(("words", "fact"), IMPOSSIBLE, ids=[words[0] for words, _ in IMPOSSIBLE])
+def test_an_impossible_mesh_is_refused_or_told(words: list[str], fact: str) -> None:
+    with pytest.raises(Lightning3DError, match=fact) as refused:
+        answered(["recipe=demo", *words, "evaluate=true"])
+    assert refused.value.valid is not None
+    assert refused.value.fix is not None
+    searched = answered(["recipe=demo", *words])
+    assert fact in searched.place
+    assert f"the mesh of demo as it is: impossible: {searched.problem}" in str(searched)
 
 
 def test_a_picture(tmp_path: Path) -> None:

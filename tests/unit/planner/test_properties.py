@@ -130,6 +130,15 @@ def test_errors_name_the_fix() -> None:
     mesh = MeshShape(data_parallel_size=1, pipeline_parallel_size=64)
     with pytest.raises(MeshError, match="32 blocks cannot fill 64 stages"):
         predict(LLAMA, mesh, BatchShape(global_size=64, micro_size=1), "a100_x8")
+    with pytest.raises(MeshError, match="tensor_parallel_size=16 does not divide 8 heads") as undivided:
+        predict(LLAMA, MeshShape(data_parallel_size=1, tensor_parallel_size=16), batch, "a100_x8")
+    assert str(undivided.value).endswith("valid: 1, 2, 4, 8\n  fix: tensor_parallel_size=8")
+    narrow = DecoderShape(4, 512, 8, 8, 4098, 512, 64)
+    with pytest.raises(MeshError, match="tensor_parallel_size=4 does not divide 4098 features"):
+        predict(narrow, MeshShape(data_parallel_size=1, tensor_parallel_size=4), batch, "a100_x8")
+    with pytest.raises(BatchError, match="micro_size=4 does not divide the 6 samples") as uneven:
+        predict(LLAMA, MeshShape(data_parallel_size=2), BatchShape(global_size=12, micro_size=4), "a100_x8")
+    assert str(uneven.value).endswith("valid: 1, 2, 3, 6\n  fix: batch.micro_size=3")
     with pytest.raises(MeshError, match="zero_stage=4"):
         MeshShape(data_parallel_size=4, zero_stage=4)
     with pytest.raises(MeshError, match="data_replicate_size=3 does not divide"):

@@ -73,7 +73,10 @@ def test_rejections_say_why() -> None:
     assert "GB more than a device has" in reasons
     assert "crosses nodes of 8 devices" in reasons
     odd = DecoderShape(24, 1536, 12, 12, 6144, 50304, 2048)
-    assert any(one.reason == "does not divide 12 heads" for one in searched(odd, "a100_x8", 1, 64).rejected)
+    assert any(
+        one.reason == "tensor_parallel_size=8 does not divide 12 heads"
+        for one in searched(odd, "a100_x8", 1, 64).rejected
+    )
     assert tensor_degrees(decoder_model(odd), 8) == (1, 2, 4)
 
 

@@ -48,4 +48,4 @@ def test_a_model_of_hugging_face(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan([*words, *shapes, "strategy=default", "cluster=a100_x8", "batch.global_size=64"]) == 0
     text = capsys.readouterr().out
     assert "Best of" in text
-    assert "tensor 4: does not divide 6 heads" in text
+    assert "tensor 4: tensor_parallel_size=4 does not divide 6 heads" in text
