@@ -3,7 +3,7 @@
 Every figure is an estimate, not a measurement.
 """
 
-from lightning_3d.planner.cluster import Cluster, Level, load_cluster
+from lightning_3d.planner.cluster import Cluster, Level, cluster_text, load_cluster, measured_cluster
 from lightning_3d.planner.model import BlockModel, Bytes, Matrix, ModelGraph, Part
 from lightning_3d.planner.predict import predict
 from lightning_3d.planner.prediction import MemoryParts, Prediction, TimeParts
@@ -30,6 +30,8 @@ __all__ = [
     "Prediction",
     "Software",
     "TimeParts",
+    "cluster_text",
     "load_cluster",
+    "measured_cluster",
     "predict",
 ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -12,6 +14,7 @@ from omegaconf import OmegaConf
 
 from lightning_3d.config.search import conf_dir
 from lightning_3d.errors import ConfigError, nearest
+from lightning_3d.planner.constants import FITTED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,3 +141,88 @@ def load_cluster(name: str) -> Cluster:
     values = OmegaConf.to_container(OmegaConf.load(files[name]), resolve=True)
     assert isinstance(values, dict)
     return Cluster.from_mapping({str(key): value for key, value in values.items()})
+
+
+def measured_cluster(
+    *,
+    name: str,
+    device: str,
+    memory: float,
+    memory_bandwidth: float,
+    matmul_flops: Mapping[str, float],
+    levels: Sequence[Level],
+    nodes: int = 1,
+    source: str = "measured",
+) -> Cluster:
+    """Returns the cluster whose predictions are what was measured of its parts.
+
+    A cluster has the figures of data sheets, of which the time model reaches a share; measured figures are what is
+    reached. So the products' efficiency is 1, and bandwidths are divided by the share that a collective gets of them.
+
+    Args:
+        name: How to call it.
+        device: The device.
+        memory: Bytes of a device's memory.
+        memory_bandwidth: Bytes per second that a copy reads and writes.
+        matmul_flops: Operations per second that a large product reaches, by dtype: "bf16", "fp32", "fp64". "bf16" is
+            needed; where 16 bit is not what is computed in, the figure of "fp32" stands for it.
+        levels: What joins the devices, the innermost first. Bandwidth: bytes per second that a rank sends in a ring,
+            which is 2 (n - 1) / n of a large all-reduce's bytes over its seconds; of outer levels that of a group with
+            one rank in each node. Latency: seconds of an all-gather of a few bytes, half of an all-reduce's.
+            ``devices`` is None in the last one, if it joins all.
+        nodes: Number of nodes.
+        source: Where and when it was measured.
+
+    Raises:
+        ConfigError: A figure is missing or not positive, or the levels do not grow.
+    """
+    shares = (FITTED.inner_share, *(FITTED.outer_share,) * max(0, len(levels) - 1))
+    return Cluster(
+        name=name,
+        device=device,
+        nodes=nodes,
+        memory=memory,
+        memory_bandwidth=memory_bandwidth,
+        peak_flops=MappingProxyType(dict(matmul_flops)),
+        matmul_efficiency=1.0,
+        levels=tuple(replace(one, bandwidth=one.bandwidth / share) for one, share in zip(levels, shares, strict=True)),
+        source=source,
+    )
+
+
+def cluster_text(cluster: Cluster) -> str:
+    """Returns a cluster as the text of a file of conf/cluster, which `load_cluster` and ``cluster=NAME`` read.
+
+    Args:
+        cluster: The cluster; its figures are written with four digits.
+    """
+    lines = [
+        "# Bandwidths in bytes per second, of one device, in one direction.",
+        "",
+        f"name: {_quoted(cluster.name)}",
+        f"device: {_quoted(cluster.device)}",
+        f"nodes: {cluster.nodes}",
+        f"memory: {_number(cluster.memory)}",
+        f"memory_bandwidth: {_number(cluster.memory_bandwidth)}",
+        "peak_flops:",
+        *(f"  {dtype}: {_number(peak)}" for dtype, peak in cluster.peak_flops.items()),
+        f"matmul_efficiency: {cluster.matmul_efficiency:g}",
+        "levels:",
+    ]
+    for one in cluster.levels:
+        lines.append(f"  {_quoted(one.name)}:")
+        lines += [f"    devices: {one.devices}"] if one.devices is not None else []
+        lines += [f"    bandwidth: {_number(one.bandwidth)}", f"    latency: {_number(one.latency)}"]
+    lines += [f"time_band: {cluster.time_band:g}", f"source: {_quoted(cluster.source)}"]
+    return "\n".join(lines) + "\n"
+
+
+def _number(value: float) -> str:
+    """A float in powers of a thousand, with a point: without one YAML reads text."""
+    power = 3 * math.floor(math.log10(value) / 3) if value > 0 else 0
+    digits = f"{value / 10**power:.4g}"
+    return f"{digits if '.' in digits else f'{digits}.0'}e{power}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

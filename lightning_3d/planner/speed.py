@@ -218,6 +218,7 @@ class Speed:
         return moved / self.cluster.memory_bandwidth
 
     def _start(self, group: Group) -> float:
-        """Latency of a ring: its start, and each node that it crosses."""
+        """Latency of a ring: its start, by the device or by the slower link, and each node that it crosses."""
         inside = max(1, min(group.size, self.cluster.devices_per_node // group.stride))
-        return self.constants.collective_seconds + self.cluster.levels[-1].latency * (-(-group.size // inside) - 1)
+        started = max(self.constants.collective_seconds, self.cluster.levels[0].latency)
+        return started + self.cluster.levels[-1].latency * (-(-group.size // inside) - 1)
