@@ -26,10 +26,11 @@ from lightning_3d.graph.parameters import class_name
 from lightning_3d.initial.broadcast import BufferBroadcast
 from lightning_3d.initial.replay import InitTape
 from lightning_3d.mesh.spec import MeshSpec
+from lightning_3d.parallel.data.normalisation import normalise_over_ranks
 from lightning_3d.parallel.pipeline.report import PipelineReport
 from lightning_3d.parallel.tensor.proof.result import Proof, Skipped
 from lightning_3d.parallel.tensor.replay.block import BlockReport
-from lightning_3d.plan import MeshEngine, ModuleCopies, Plan, apply_plan, make_plan
+from lightning_3d.plan import MeshEngine, ModuleCopies, Plan, ReplayOptions, apply_plan, make_plan, watch_calls
 from lightning_3d.precision import Mesh3DPrecision
 from lightning_3d.shards.hook_values import Holders
 from lightning_3d.shards.layout import Layout
@@ -143,6 +144,28 @@ def apply_module(
         presence=presence,
         pipeline_report=None if step is None else _pipeline_report(plan, step.microbatches, module),
     )
+
+
+def watch_module(applied: AppliedModule, run: RunOnMesh, config: StrategyConfig, *, normalise: bool) -> None:
+    """Has calls of a module do what its plan adds to them, until `unwatch_calls`.
+
+    Args:
+        applied: The module after its plan was applied.
+        run: The mesh of this process.
+        config: The strategy's options.
+        normalise: Whether batch normalisation takes the batches of all data ranks together.
+    """
+    watch_calls(
+        applied.module,
+        applied.plan,
+        applied.engine,
+        run.streams,
+        replay=ReplayOptions(compile=config.compile) if config.replay else None,
+        activation_checkpointing=config.activation_checkpointing,
+        compile=config.compile,
+    )
+    if normalise and run.data_group.size() > 1:
+        normalise_over_ranks(applied.module, run.data_group)
 
 
 def _proved(

@@ -74,3 +74,20 @@ def test_help_of_a_verb_tells_groups_and_options_with_their_comments(tmp_path: P
     assert "defaults:" not in text
     assert "hydra" not in text
     assert "--hydra-help" in _started(tmp_path, "train", "--help")[0].stdout
+
+
+def test_naming_the_strategy_adds_little_to_lightnings_own_import() -> None:
+    code = (
+        "import sys, time, lightning\n"
+        "begin = time.process_time()\n"
+        "from lightning_3d import Mesh3DStrategy\n"
+        "from lightning.pytorch.strategies import StrategyRegistry\n"
+        "seconds = time.process_time() - begin\n"
+        "late = ('hydra', 'torch.distributed.checkpoint', 'lightning_3d.plan', 'lightning_3d.strategy.run')\n"
+        "assert 'mesh_3d' in StrategyRegistry\n"
+        "print(seconds, *(name for name in late if name in sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90, check=True)
+    seconds, *loaded = done.stdout.split()
+    assert loaded == []
+    assert float(seconds) < 0.3
