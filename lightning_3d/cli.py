@@ -70,7 +70,11 @@ VERBS: Final = MappingProxyType(
         "convert": Verb(
             function="lightning_3d.convert:run", summary="a checkpoint in another form: see convert --help"
         ),
-        "doctor": Verb(function="lightning_3d.doctor:run", summary="look at the environment; findings and fixes"),
+        "doctor": Verb(
+            function="lightning_3d.doctor:run",
+            summary="look at the environment; findings and fixes; measure=true: what the mesh does",
+            configured=True,
+        ),
     }
 )
 
