@@ -19,6 +19,8 @@ from lightning_3d.strategy import Mesh3DStrategy
 from lightning_3d.units import counted, format_bytes
 
 _log = get_logger(__name__)
+# What one rank receives another one sends; it counts there.
+_RECEIVE = "receive"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,12 +35,12 @@ class CommunicationReport:
     steps: int
     tables: tuple[CollectiveTable, ...]
 
-    def most_sent(self, operation: str, axis: str) -> float:
-        """Returns the bytes of a step that the rank sends which sends most of them."""
-        return max(table.wire(operation, axis) for table in self.tables) / self.steps
+    def most_sent(self, operation: str | None = None, axis: str | None = None) -> float:
+        """Returns the bytes of a step that the rank sends which sends most of them; None stands for all."""
+        return max(_sent(table, operation, axis) for table in self.tables) / self.steps
 
     def values(self, rank: int = 0) -> dict[str, float]:
-        """Returns the calls of a step and the bytes that a rank sends, by names as loggers take them."""
+        """Returns the calls of a step and the bytes that a rank sends or receives, by names as loggers take them."""
         found: dict[str, float] = {}
         for row in self.tables[rank].rows:
             name = f"communication/{row.axis}/{row.operation}"
@@ -53,19 +55,20 @@ class CommunicationReport:
         head = (
             f"{'operation':<15} {'axis':<18} {'ranks':>6} {'calls':>7} {'payload':>12} {'sent':>12} {'most sent':>12}"
         )
-        sent = sum(row.wire for row in rows) / self.steps
-        most = max(table.wire() for table in self.tables) / self.steps
-        sums = f"{'in all':<15} {'':<18} {'':>6} {'':>7} {'':>12} {format_bytes(sent):>12} {format_bytes(most):>12}"
+        sent, most = format_bytes(_sent(self.tables[0]) / self.steps), format_bytes(self.most_sent())
+        sums = f"{'in all':<15} {'':<18} {'':>6} {'':>7} {'':>12} {sent:>12} {most:>12}"
         title = f"communication in {steps}, of rank 0; most sent: of the rank that sends most"
         return "\n".join([title, head, *map(self._line, rows), sums])
 
     def _line(self, row: CollectiveRow) -> str:
-        calls, most = row.calls / self.steps, self.most_sent(row.operation, row.axis)
-        return (
-            f"{row.operation:<15} {row.axis:<18} {row.group_size:>6} {calls:>7.4g} "
-            f"{format_bytes(row.payload / self.steps):>12} {format_bytes(row.wire / self.steps):>12} "
-            f"{format_bytes(most):>12}"
+        line = (
+            f"{row.operation:<15} {row.axis:<18} {row.group_size:>6} {row.calls / self.steps:>7.4g} "
+            f"{format_bytes(row.payload / self.steps):>12}"
         )
+        if row.operation == _RECEIVE:
+            return line
+        most = self.most_sent(row.operation, row.axis)
+        return f"{line} {format_bytes(row.wire / self.steps):>12} {format_bytes(most):>12}"
 
 
 class Communication(Callback):
@@ -161,6 +164,10 @@ class Communication(Callback):
         _log.info("%s", self.report)
         for logger in trainer.loggers:
             logger.log_metrics(self.report.values(), step=trainer.global_step)
+
+
+def _sent(table: CollectiveTable, operation: str | None = None, axis: str | None = None) -> float:
+    return table.wire(operation, axis) - (table.wire(_RECEIVE, axis) if operation in (None, _RECEIVE) else 0)
 
 
 def _groups(trainer: Trainer) -> DeviceMesh | Mapping[str, dist.ProcessGroup]:

@@ -6,6 +6,7 @@ import json
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -13,6 +14,7 @@ from omegaconf import OmegaConf
 from lightning_3d.config.compose import command_words, compose_run
 from lightning_3d.config.search import importable_here
 from lightning_3d.dryrun.asked import coordinates_of, mesh_of
+from lightning_3d.log import told_if_slow
 
 _SAMPLES = 160
 
@@ -44,7 +46,8 @@ def run(arguments: Sequence[str]) -> int:
         # Lightning's and torch's own uses of torch, about which nobody can do anything here.
         warnings.simplefilter("ignore")
         training = training_of(cfg)
-        report = dry_run(training, coordinates, samples=_SAMPLES if cfg.picture else 0)
+        with told_if_slow("playing ranks of the mesh", partial(print, file=sys.stderr)):
+            report = dry_run(training, coordinates, samples=_SAMPLES if cfg.picture else 0)
     print(json.dumps(report.as_data(), indent=2) if cfg.json else report)
     if cfg.picture:
         print(f"picture    {draw(report, Path(cfg.picture))}", file=sys.stderr if cfg.json else sys.stdout)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
@@ -12,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_3d.config.compose import command_words, compose_run
 from lightning_3d.config.schema import MESH_STRATEGY, StrategyConfig, strategy_options
 from lightning_3d.config.search import importable_here
+from lightning_3d.log import told_if_slow
 
 if TYPE_CHECKING:
     from lightning_3d.planner.model import ModelGraph
@@ -67,5 +70,8 @@ def model_of(cfg: DictConfig) -> ModelGraph:
     alone.batch.global_size, alone.batch.micro_size = 1, None
     training = replace(training_of(alone), precision="bf16-true")
     module = training.built()
-    traced = trace_model(module, training.step_of(module, training.batch))
+    with told_if_slow(
+        f"tracing {type(module).__name__}: its step runs without values", partial(print, file=sys.stderr)
+    ):
+        traced = trace_model(module, training.step_of(module, training.batch))
     return traced_model(traced, module, samples=1)

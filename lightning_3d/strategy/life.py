@@ -25,6 +25,7 @@ from lightning_3d.graph.on_device import on_device
 from lightning_3d.graph.parameters import class_name
 from lightning_3d.initial.broadcast import BufferBroadcast
 from lightning_3d.initial.replay import InitTape
+from lightning_3d.log import told_if_slow
 from lightning_3d.mesh.spec import MeshSpec
 from lightning_3d.parallel.data.normalisation import normalise_over_ranks
 from lightning_3d.parallel.pipeline.report import PipelineReport
@@ -115,19 +116,20 @@ def apply_module(
     plan = _planned(module, run, spec=spec, config=config, casts=precision.shards_cast, step=step)
     copies = ModuleCopies(module, run.world_group, run.data_group)
     proof = _proved(module, run, plan, tape=tape, step=step)
-    engine = apply_plan(
-        module,
-        plan,
-        run.mesh,
-        world=run.world_group,
-        device=run.device,
-        tape=tape,
-        policy=precision.fsdp_policy(),
-        streams=run.streams,
-        exact_random=config.tensor_random == "exact",
-        # In manual optimization the step itself may clip or step between two backward passes.
-        partial_gradients=module.automatic_optimization,
-    )
+    with told_if_slow("cutting the module and making its initial values", rank_zero_info):
+        engine = apply_plan(
+            module,
+            plan,
+            run.mesh,
+            world=run.world_group,
+            device=run.device,
+            tape=tape,
+            policy=precision.fsdp_policy(),
+            streams=run.streams,
+            exact_random=config.tensor_random == "exact",
+            # In manual optimization the step itself may clip or step between two backward passes.
+            partial_gradients=module.automatic_optimization,
+        )
     presence = None if engine.stages is None else engine.stages.presence
     holders = None if presence is None else Holders(module, presence)
     copies.cut(beside, engine.stages, holders)
@@ -173,7 +175,8 @@ def _proved(
 ) -> Proof | Skipped | None:
     if plan.tensor is None or step is None:
         return None
-    return agreed_proof(module, plan.tensor, step, tape, run.world_group)
+    with told_if_slow("proving the plan of the tensor axis on a small part of the model", rank_zero_info):
+        return agreed_proof(module, plan.tensor, step, tape, run.world_group)
 
 
 def _check(
@@ -201,7 +204,8 @@ def _planned(
         share_gradient_hooks(module, run.world_group)
     # Manual optimization runs backward inside the step, which only an engine of units can follow.
     inside = not module.automatic_optimization and spec.data > 1
-    with on_device(module, run.device):
+    planning = told_if_slow("planning: the first step runs without values", rank_zero_info)
+    with planning, on_device(module, run.device):
         plan = make_plan(module, spec, config, casts=casts, backward_inside=inside, step=step)
     return agreed_plan(plan, run.world_group)
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_3d.errors import CheckpointError, ModuleError
-from lightning_3d.log import get_logger
+from lightning_3d.log import get_logger, told_if_slow
 from lightning_3d.shards.hook_values import without_hook_values
 from lightning_3d.strategy.faults.positions import during
 from lightning_3d.strategy.processes import MeshStrategy
@@ -248,13 +248,14 @@ class SavingStrategy(MeshStrategy):
         # Lightning loads before setup. The module is cut now, so that each rank reads its own part only.
         applied = self._apply()
         applied.engine.rest()
-        checkpoint, places = self._on_mesh.checkpoints.open(
-            str(checkpoint_path),
-            applied.module,
-            applied.layouts,
-            weights_only=weights_only,
-            reader=self._own_io,
-        )
+        with told_if_slow(f"reading {checkpoint_path}", rank_zero_info):
+            checkpoint, places = self._on_mesh.checkpoints.open(
+                str(checkpoint_path),
+                applied.module,
+                applied.layouts,
+                weights_only=weights_only,
+                reader=self._own_io,
+            )
         with_marks(checkpoint.get("loops") or {}, places)
         self._on_mesh.places.resume(applied.module.trainer, places)
         return checkpoint

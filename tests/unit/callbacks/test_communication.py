@@ -28,6 +28,19 @@ def test_a_report_is_of_one_step_and_names_the_rank_that_sends_most() -> None:
     assert total.split() == ["in", "all", "1.00", "KiB", "4.00", "KiB"]
 
 
+def test_what_is_received_counts_where_it_is_sent() -> None:
+    rows = [
+        CollectiveRow(operation=name, axis="pipeline_parallel", group_size=2, calls=1, payload=size, wire=float(size))
+        for name, size in (("send", 1024), ("receive", 4096))
+    ]
+    report = CommunicationReport(steps=1, tables=(CollectiveTable(rows=tuple(rows)),))
+    assert report.most_sent() == 1024
+    assert report.most_sent("receive", "pipeline_parallel") == 0
+    *_, received, total = str(report).splitlines()
+    assert received.split() == ["receive", "pipeline_parallel", "2", "1", "4.00", "KiB"]
+    assert total.split() == ["in", "all", "1.00", "KiB", "1.00", "KiB"]
+
+
 def test_a_rank_that_sends_nothing_says_so() -> None:
     assert str(CommunicationReport(steps=1, tables=(CollectiveTable(rows=()),))) == (
         "communication in an optimizer step: rank 0 sends nothing"
