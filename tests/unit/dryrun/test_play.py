@@ -76,22 +76,26 @@ def test_ddp_is_priced_and_its_buckets_stay() -> None:
 
 @pytest.mark.parametrize(
     ("mesh", "strategy"),
-    [((4, 1), {"zero_stage": 3}), more((1, 2), {}), more((2, 2), {"zero_stage": 2})],
+    [((4, 1), {"zero_stage": 3}), ((1, 4), {}), more((2, 2), {"zero_stage": 2}), more((2, 4), {"zero_stage": 3})],
 )
 def test_microbatches_that_are_not_played_are_counted(mesh: tuple[int, int], strategy: dict[str, Any]) -> None:
     one = training(*mesh, num_microbatches=12, **strategy)
-    (few, every) = (dry_run(one, [one.mesh.at()], all_microbatches=wanted).ranks[0] for wanted in (False, True))
-    assert few.traffic.rows == every.traffic.rows
-    # The numbers of micro-batches and their losses.
-    assert abs(few.peak.peak.size - every.peak.peak.size) <= 12 * 16
-    assert few.in_flight == every.in_flight
+    every_stage = [one.mesh.at(pipeline=rank) for rank in range(mesh[1])]
+    played, whole = (dry_run(one, every_stage, all_microbatches=wanted).ranks for wanted in (False, True))
+    for few, every in zip(played, whole, strict=True):
+        assert few.traffic.rows == every.traffic.rows
+        # The numbers of micro-batches and their losses.
+        assert abs(few.peak.peak.size - every.peak.peak.size) <= 12 * 16
+        assert few.between_steps == every.between_steps
+        assert few.in_flight == every.in_flight
 
 
 def test_enough_microbatches() -> None:
-    assert enough_microbatches(StrategyConfig(), 64) == 3
-    assert enough_microbatches(StrategyConfig(pipeline_parallel_size=4), 64) == 6
-    assert enough_microbatches(StrategyConfig(pipeline_parallel_size=4), 5) == 5
-    assert enough_microbatches(StrategyConfig(pipeline_parallel_size=4, pipeline_schedule="gpipe"), 64) == 64
+    four = StrategyConfig(pipeline_parallel_size=4)
+    assert enough_microbatches(StrategyConfig(), 64, 0) == 3
+    assert [enough_microbatches(four, 64, rank) for rank in range(4)] == [5, 4, 3, 3]
+    assert enough_microbatches(four, 4, 0) == 4
+    assert enough_microbatches(StrategyConfig(pipeline_parallel_size=4, pipeline_schedule="gpipe"), 64, 3) == 64
 
 
 def test_representatives() -> None:
