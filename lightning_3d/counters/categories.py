@@ -48,7 +48,7 @@ class Owners:
         return found
 
     def _owned(self) -> Iterator[tuple[Category, object]]:
-        """What is owned and as what, the surest first: while FSDP2 computes, a module's parameters are gathered ones."""
+        """What is owned, the surest first: while FSDP2 computes, a module's parameters are gathered ones."""
         for unit in self._units:
             yield from _fsdp_owned(unit)
         for module in self._holders:
