@@ -58,13 +58,16 @@ class FakeMemory(TorchDispatchMode):
         if torch._C._get_dispatch_mode(_FAKE) is not None:
             # Somebody else asks what results look like, as DTensors do.
             return func(*args, **kwargs)
+        if func.namespace == "aten" and args and isinstance(args[0], FakeTensor):
+            return self.fake.__torch_dispatch__(func, types, args, kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if func is _RECEIVE and is_vote(func, args):
             result = func(*args, **kwargs)
             tensors[0].fill_(1)
             return result
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            return func(*args, **kwargs)
+            # What FakeTensors come to themselves, after they have looked at all arguments once more.
+            return self.fake.__torch_dispatch__(func, types, args, kwargs)
         if func.overloadpacket in _WITHOUT_VALUES and kwargs.get("device") != _META:
             return self._hidden(func, args, kwargs)
         if kwargs.get("device") == _META or any(tensor.is_meta for tensor in tensors) or func.namespace != "aten":

@@ -109,7 +109,7 @@ class _Played:
     def begin(cls, planned: Planned, module: LightningModule, mesh: DeviceMesh, world: dist.ProcessGroup) -> _Played:
         training, plan = planned.training, stand_in_plan(planned.plan)
         policy = training.dtypes.fsdp_policy()
-        engine = apply_plan(module, plan, mesh, world=world, device=_CPU, policy=policy)
+        engine = apply_plan(module, plan, mesh, world=world, device=_CPU, policy=policy, send_values=False)
         watch_calls(module, plan, engine, None, activation_checkpointing=training.config.activation_checkpointing)
         optimizers = optimizers_on_rank(module)
         give_state(optimizers)

@@ -53,17 +53,19 @@ def test_every_recipe_is_played(recipe: str) -> None:
 
 
 STAGE = ("recipe=llama3_70b", "strategy.pipeline_parallel_size=16", "coordinates=[0,8,3]")
+# CPU seconds with imports: it takes some twenty, and slow machines have to pass too.
+MOST_SECONDS = 60
 
 
-@pytest.mark.thorough
-@pytest.mark.timeout(1000)
-@pytest.mark.parametrize(("data", "ranks"), [(128, 16384), (1024, 131072)])
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("data", "ranks"), [(128, 16384), more(1024, 131072)])
 def test_a_stage_of_70b_on_many_ranks(data: int, ranks: int) -> None:
     overrides = (f"strategy.data_parallel_size={data}", f"batch.global_size={16 * data}")
-    report, _, memory = played(*STAGE, *overrides)
+    report, seconds, memory = played(*STAGE, *overrides, timeout=280)
     degrees = report["mesh"]
     assert degrees["data"] * degrees["pipeline"] * degrees["tensor"] == ranks
     assert memory < GIB
+    assert seconds < MOST_SECONDS
 
 
 def test_another_strategy_is_not_played() -> None:
