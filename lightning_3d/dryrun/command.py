@@ -6,6 +6,7 @@ import json
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -37,13 +38,17 @@ def run(arguments: Sequence[str]) -> int:
     from lightning_3d.dryrun.picture import draw
     from lightning_3d.dryrun.play import dry_run
     from lightning_3d.dryrun.setup import coordinates_of, training_of
+    from lightning_3d.dryrun.tracing import price_of
 
     with importable_here(), warnings.catch_warnings():
         # Lightning's and torch's own uses of torch, about which nobody can do anything here.
         warnings.simplefilter("ignore")
         training = training_of(cfg)
         report = dry_run(
-            training, coordinates_of(cfg.coordinates, training.mesh), samples=_SAMPLES if cfg.picture else 0
+            training,
+            coordinates_of(cfg.coordinates, training.mesh),
+            samples=_SAMPLES if cfg.picture else 0,
+            price=partial(price_of, cfg),
         )
     print(json.dumps(report.as_data(), indent=2) if cfg.json else report)
     if cfg.picture:

@@ -13,7 +13,9 @@ from lightning_3d.config.search import importable_here
 from lightning_3d.dryrun.setup import training_of
 from lightning_3d.plan.traced import trace_model
 from lightning_3d.planner.command import run
+from lightning_3d.planner.decoder import decoder_model
 from lightning_3d.planner.model import ModelGraph
+from lightning_3d.planner.request import decoder_of
 from lightning_3d.planner.traced import traced_model
 
 
@@ -31,6 +33,19 @@ def plan(arguments: Sequence[str]) -> int:
     """
     with importable_here():
         return run(arguments, trace=model_of)
+
+
+def price_of(cfg: DictConfig) -> ModelGraph:
+    """Returns the price of a configuration's module: by formulas if it is a reference decoder, else traced.
+
+    Args:
+        cfg: The composed configuration.
+
+    Raises:
+        Lightning3DError: The module cannot be built or its step cannot be run without values.
+    """
+    shape = decoder_of(cfg)
+    return model_of(cfg) if shape is None else decoder_model(shape)
 
 
 def model_of(cfg: DictConfig) -> ModelGraph:

@@ -19,7 +19,7 @@ from lightning_3d.planner.search import Space
 from lightning_3d.planner.shapes import BatchShape, DecoderShape, MeshShape
 
 _GPT, _LLAMA = "lightning_3d.reference.gpt.GPT", "lightning_3d.reference.llama.Llama"
-_RECIPES: Mapping[str, str] = MappingProxyType(
+RECIPES: Mapping[str, str] = MappingProxyType(
     {
         "32-true": "fp32",
         "64-true": "fp64",
@@ -131,9 +131,9 @@ def recipe_of(cfg: DictConfig) -> str:
     for plugin in found if isinstance(found, list) else [found]:
         if isinstance(plugin, dict) and str(plugin.get("_target_")).endswith("Mesh3DPrecision"):
             precision = str(plugin.get("precision") or next(iter(plugin.get("_args_") or [precision])))
-    if precision not in _RECIPES:
-        raise ConfigError(f"trainer.precision={precision} has no recipe of bytes.", valid=_RECIPES)
-    return _RECIPES[precision]
+    if precision not in RECIPES:
+        raise ConfigError(f"trainer.precision={precision} has no recipe of bytes.", valid=RECIPES)
+    return RECIPES[precision]
 
 
 def _space(cfg: DictConfig, size: int) -> Space:
@@ -157,11 +157,30 @@ def _given(cfg: DictConfig, devices: int, size: int) -> Case | None:
         return None
     options = StrategyConfig.from_mapping(strategy_options(cfg.strategy))
     spec = MeshSpec.of(options, devices)
+    mesh = mesh_shape(options, spec)
+    local = max(1, size // spec.data)
+    count = num_microbatches(
+        local,
+        micro_batch_size=options.micro_batch_size,
+        requested=options.num_microbatches,
+        pipeline=spec.pipeline,
+    )
+    batch = BatchShape(global_size=size, micro_size=-(-local // count))
+    return Case.checked(mesh, batch, options.pipeline_schedule, options.activation_checkpointing)
+
+
+def mesh_shape(options: StrategyConfig, spec: MeshSpec) -> MeshShape:
+    """Returns the mesh of a strategy as the planner takes it.
+
+    Args:
+        options: The strategy's options.
+        spec: Degrees of the axes.
+    """
     stages = options.stages_per_rank
     if not isinstance(stages, int):
         stages = 1 if options.pipeline_schedule in ONE_STAGE_SCHEDULES else 2
     layers = options.layers_per_stage
-    mesh = MeshShape(
+    return MeshShape(
         data_parallel_size=spec.data,
         data_replicate_size=spec.data_replicate,
         pipeline_parallel_size=spec.pipeline,
@@ -172,15 +191,6 @@ def _given(cfg: DictConfig, devices: int, size: int) -> Case | None:
         layers_per_stage=tuple(layers) if layers else None,
         rank_order=options.rank_order,
     )
-    local = max(1, size // spec.data)
-    count = num_microbatches(
-        local,
-        micro_batch_size=options.micro_batch_size,
-        requested=options.num_microbatches,
-        pipeline=spec.pipeline,
-    )
-    batch = BatchShape(global_size=size, micro_size=-(-local // count))
-    return Case.checked(mesh, batch, options.pipeline_schedule, options.activation_checkpointing)
 
 
 def _plain(cfg: DictConfig) -> dict[str, Any]:

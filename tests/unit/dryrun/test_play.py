@@ -18,6 +18,8 @@ from lightning_3d.dryrun.memory import FakeMemory
 from lightning_3d.dryrun.planned import enough_microbatches
 from lightning_3d.errors import ModuleError
 from lightning_3d.mesh.spec import MeshSpec
+from lightning_3d.planner.decoder import decoder_model
+from lightning_3d.planner.shapes import DecoderShape
 from tests.marks import more
 
 WIDTH, LAYERS, SAMPLES = 32, 4, 12
@@ -118,6 +120,15 @@ def test_the_report_as_text_and_as_data() -> None:
     data = report.as_data()
     assert data["mesh"] == {"data": 2, "pipeline": 2, "tensor": 1}
     assert [rank["peak_bytes"] for rank in data["ranks"]] == [rank.peak.peak.size for rank in report.ranks]
+
+
+def test_what_the_planner_cannot_price_is_told_in_one_line() -> None:
+    one_block = DecoderShape(layers=1, hidden=WIDTH, heads=1, kv_heads=1, ffn_hidden=WIDTH, vocab=8, sequence=8)
+    report = dry_run(training(1, 2, num_microbatches=2), price=lambda: decoder_model(one_block))
+    assert all(rank.beside is None for rank in report.ranks)
+    (note,) = report.notes
+    assert "1 blocks cannot fill 2 stages" in note
+    assert len(note.splitlines()) == 1
 
 
 def test_what_cannot_be_played() -> None:

@@ -14,6 +14,7 @@ import pytest
 from lightning_3d.config.search import recipe_files
 from lightning_3d.dryrun import run
 from lightning_3d.errors import ConfigError, MeshError
+from lightning_3d.planner.prediction import MEMORY_BAND
 from tests.marks import more
 
 GIB = 2**30
@@ -97,3 +98,16 @@ def test_a_picture_is_drawn(name: str, tmp_path: Path, capsys: pytest.CaptureFix
     pytest.importorskip("matplotlib")
     assert run(["recipe=demo", "coordinates=[0,0,0]", f"picture={tmp_path / name}"]) == 0
     assert (tmp_path / name).stat().st_size > 10_000
+
+
+def test_the_planner_stands_beside_what_was_found() -> None:
+    report, _, _ = played("recipe=demo", "coordinates=[0,0,0]")
+    (rank,) = report["ranks"]
+    memory, sent = rank["planner"]["memory"], rank["planner"]["sent"]
+    assert memory["peak"]["found"] == rank["peak_bytes"]
+    assert memory["peak"]["predicted"] == pytest.approx(rank["peak_bytes"], rel=MEMORY_BAND)
+    for key in ("predicted", "found"):
+        assert memory["peak"][key] == pytest.approx(sum(one[key] for name, one in memory.items() if name != "peak"))
+    # Its 129 tokens cannot be cut in two, which the formulas do not know.
+    for one in (memory["parameters, optimizer"], memory["gradients"], sent["sent, data_parallel"]):
+        assert one["predicted"] == pytest.approx(one["found"], rel=MEMORY_BAND)
