@@ -41,13 +41,15 @@ def run(arguments: Sequence[str]) -> int:
     from lightning_3d.dryrun.picture import draw
     from lightning_3d.dryrun.play import dry_run
     from lightning_3d.dryrun.setup import training_of
+    from lightning_3d.dryrun.tracing import price_of
 
     with importable_here(), warnings.catch_warnings():
         # Lightning's and torch's own uses of torch, about which nobody can do anything here.
         warnings.simplefilter("ignore")
         training = training_of(cfg)
         with told_if_slow("playing ranks of the mesh", partial(print, file=sys.stderr)):
-            report = dry_run(training, coordinates, samples=_SAMPLES if cfg.picture else 0)
+            samples = _SAMPLES if cfg.picture else 0
+            report = dry_run(training, coordinates, samples=samples, price=partial(price_of, cfg))
     print(json.dumps(report.as_data(), indent=2) if cfg.json else report)
     if cfg.picture:
         print(f"picture    {draw(report, Path(cfg.picture))}", file=sys.stderr if cfg.json else sys.stdout)

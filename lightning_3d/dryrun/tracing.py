@@ -50,6 +50,22 @@ def _check(arguments: Sequence[str]) -> None:
         StrategyConfig.from_mapping(strategy_options(cfg.strategy))
 
 
+def price_of(cfg: DictConfig) -> ModelGraph:
+    """Returns the price of a configuration's module: by formulas if it is a reference decoder, else traced.
+
+    Args:
+        cfg: The composed configuration.
+
+    Raises:
+        Lightning3DError: The module cannot be built or its step cannot be run without values.
+    """
+    from lightning_3d.planner.decoder import decoder_model
+    from lightning_3d.planner.request import decoder_of
+
+    shape = decoder_of(cfg)
+    return model_of(cfg) if shape is None else decoder_model(shape)
+
+
 def model_of(cfg: DictConfig) -> ModelGraph:
     """Returns the price of a configuration's module, traced with one sample in 16 bit on one rank.
 
