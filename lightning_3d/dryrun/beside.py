@@ -13,6 +13,7 @@ from lightning_3d.planner.case import Case
 from lightning_3d.planner.cluster import load_cluster
 from lightning_3d.planner.footprint import rank_footprint
 from lightning_3d.planner.model import ModelGraph
+from lightning_3d.planner.obstacle import obstacle
 from lightning_3d.planner.pricing import Pricer
 from lightning_3d.planner.request import RECIPES, mesh_shape
 from lightning_3d.planner.shapes import BatchShape
@@ -112,6 +113,9 @@ class Predictor:
         )
         self._pricer = Pricer(model, load_cluster(_ANY_CLUSTER), RECIPES[training.precision])
         mesh = mesh_shape(config, training.mesh)
+        found = obstacle(model, mesh, batch)
+        if found is not None:
+            raise found.error()
         self._case = Case.checked(mesh, batch, config.pipeline_schedule, config.activation_checkpointing)
 
     def beside(self, rank: int, peak: PeakReport, traffic: CollectiveTable) -> Beside:
