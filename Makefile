@@ -10,7 +10,7 @@ export PIP_ROOT_USER_ACTION := ignore
 ONE_THREAD = OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-compare test test-all check lint parity features faults bench fit docs clean
+.PHONY: help demo demo-compare test test-all check lint parity features faults bench fit shown docs site clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,10 +24,10 @@ demo: $(VENV)/.with-base ## install, then train a small language model on real t
 demo-compare: $(VENV)/.with-base ## the losses of the demo on its mesh and on one process, side by side
 	$(ONE_THREAD) $(BIN)/python -m tests.parity.demo
 
-test: lint ## everything that CI runs
+test: lint site ## everything that CI runs
 	$(ONE_THREAD) $(BIN)/python -m pytest --numprocesses=2 --dist=worksteal --durations=40 -m "not thorough"
 
-test-all: lint ## the same with more cases of the same kinds, in twice the time
+test-all: lint site ## the same with more cases of the same kinds, in twice the time
 	$(ONE_THREAD) $(BIN)/python -m pytest --numprocesses=2 --dist=worksteal --durations=40
 
 check: lint ## the fast part of the tests, for each edit
@@ -48,21 +48,23 @@ faults: $(VENV)/.with-test ## checkpoints of every mesh on every other one, and 
 	$(ONE_THREAD) $(BIN)/python -m tests.faults.matrix
 	$(ONE_THREAD) $(BIN)/python -m tests.faults.kill
 
-bench: $(VENV)/.with-test ## step times beside Lightning's own strategies and hand-written loops
-	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.data_axis
-	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.tensor_axis
-	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.pipeline_axis
-	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.pipeline_bubble
-	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.start_up
-	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.replay_cost
-	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.shard_operations
-	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.checkpoints
+bench: $(VENV)/.with-test ## step times, start, memory, collectives beside others; writes docs/benchmarks.md
+	-DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation deepspeed || echo "DeepSpeed does not install here: compared without it"
+	$(ONE_THREAD) $(BIN)/python -m tests.benchmarks.run
 
 fit: $(VENV)/.with-test ## errors of the planner on published tables, each left out of a fit of its constants too
 	$(ONE_THREAD) $(BIN)/python -m tests.unit.planner.fit --leave
 
-docs: $(VENV)/.with-docs ## write the map of the code, build the pages into site/
+shown: $(VENV)/.with-test ## the pictures and outputs that README and pages show, made anew
+	$(ONE_THREAD) $(BIN)/python -m tests.documents.pictures --measured
+	$(ONE_THREAD) $(BIN)/python -m tests.documents.outputs
+
+docs: $(VENV)/.with-docs ## write the map of the code and the house, then build the pages
 	$(BIN)/python -m tests.contract.map
+	$(BIN)/python -m tests.contract.house
+	$(MAKE) site
+
+site: $(VENV)/.with-docs ## build the pages into site/, warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean: ## remove what builds and tests left behind, not $(VENV)

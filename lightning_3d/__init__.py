@@ -22,9 +22,9 @@ from lightning_3d.errors import (
 )
 
 if TYPE_CHECKING:
-    from lightning_3d import verify
     from lightning_3d.precision import Mesh3DPrecision
     from lightning_3d.strategy import Mesh3DStrategy
+    from lightning_3d.verify import verify
 
 __version__ = "0.1.0"
 
@@ -59,7 +59,7 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         if name == "verify":
-            # A package of its own, with the function of that name in it: lightning_3d.verify.verify(...).
+            # A package that is called as the function of that name in it.
             return importlib.import_module("lightning_3d.verify")
         if name in _LAZY:
             return getattr(importlib.import_module(_LAZY[name]), name)

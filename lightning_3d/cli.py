@@ -11,12 +11,14 @@ from types import MappingProxyType
 from typing import Final
 
 from lightning_3d import __version__
+from lightning_3d.config.help import verb_help
 from lightning_3d.errors import ConfigError, Lightning3DError, nearest
 from lightning_3d.log import process_rank
 
 _EXIT_USER_ERROR: Final = 2
 _DEBUG_VARIABLE: Final = "LIGHTNING_3D_DEBUG"
 _DEFAULT_VERB: Final = "train"
+_HELP: Final = ("-h", "--help")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,10 +28,14 @@ class Verb:
     Args:
         function: ``module:name`` of a function that takes the remaining arguments and returns the exit code.
         summary: What it does, in one line of the help text.
+        configured: Whether Hydra composes what it does, from a main file of its name.
+        jobs: Whether Hydra runs it, too, once or for each job of a sweep.
     """
 
     function: str
     summary: str
+    configured: bool = False
+    jobs: bool = False
 
     def __call__(self, arguments: Sequence[str]) -> int:
         """Imports the function and returns its exit code."""
@@ -39,20 +45,36 @@ class Verb:
 
 VERBS: Final = MappingProxyType(
     {
-        "train": Verb(function="lightning_3d.train:run", summary="train, then test the best checkpoint"),
+        "train": Verb(
+            function="lightning_3d.train:run",
+            summary="train, then test the best checkpoint",
+            configured=True,
+            jobs=True,
+        ),
         "plan": Verb(
-            function="lightning_3d.dryrun.tracing:plan", summary="which mesh, why, how much memory and time: estimates"
+            function="lightning_3d.dryrun.tracing:plan",
+            summary="which mesh, why, how much memory and time: estimates",
+            configured=True,
         ),
         "dryrun": Verb(
-            function="lightning_3d.dryrun:run", summary="any rank of any mesh, without devices: bytes, calls"
+            function="lightning_3d.dryrun:run",
+            summary="any rank of any mesh, without devices: bytes, calls",
+            configured=True,
         ),
         "verify": Verb(
-            function="lightning_3d.verify:run", summary="train on one device and on the mesh; a certificate"
+            function="lightning_3d.verify:run",
+            summary="train on one device and on the mesh; a certificate",
+            configured=True,
+            jobs=True,
         ),
         "convert": Verb(
             function="lightning_3d.convert:run", summary="a checkpoint in another form: see convert --help"
         ),
-        "doctor": Verb(function="lightning_3d.doctor:run", summary="look at the environment; findings and fixes"),
+        "doctor": Verb(
+            function="lightning_3d.doctor:run",
+            summary="look at the environment; findings and fixes; measure=true: what the mesh does",
+            configured=True,
+        ),
     }
 )
 
@@ -82,7 +104,7 @@ def help_text() -> str:
     verbs = "\n".join(f"  {name:<{width}}  {verb.summary}" for name, verb in VERBS.items())
     return (
         "usage: lightning-3d VERB [OVERRIDE ...]\n"
-        "       lightning-3d --help | --version\n\n"
+        "       lightning-3d --help | --version | VERB --help\n\n"
         f"{verbs}\n\n"
         "Overrides are Hydra's, e.g. lightning-3d train recipe=demo trainer.devices=4 strategy.zero_stage=3\n"
         f"Without a verb, overrides mean {_DEFAULT_VERB}. {_DEBUG_VARIABLE}=1 shows the traceback of an error."
@@ -90,7 +112,7 @@ def help_text() -> str:
 
 
 def _dispatch(arguments: Sequence[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
+    if not arguments or arguments[0] in (*_HELP, "help"):
         print(help_text())
         return 0
     if arguments[0] == "--version":
@@ -98,7 +120,11 @@ def _dispatch(arguments: Sequence[str]) -> int:
         return 0
     word = arguments[0]
     if word in VERBS:
-        return VERBS[word](arguments[1:])
+        verb, rest = VERBS[word], arguments[1:]
+        if verb.configured and any(each in _HELP for each in rest):
+            print(verb_help(word, verb.summary, jobs=verb.jobs))
+            return 0
+        return verb(rest)
     if word.startswith(("-", "+", "~")) or "=" in word:
         return VERBS[_DEFAULT_VERB](arguments)
     guess = nearest(word, VERBS)

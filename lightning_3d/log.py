@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+# From here on a person wonders what is going on.
+SLOW_SECONDS = 2.0
 _RANK_VARIABLES = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
 
 
@@ -26,3 +32,26 @@ def info_once(logger: logging.Logger, message: str) -> None:
     """Logs ``message`` at level INFO on rank 0 alone."""
     if process_rank() == 0:
         logger.info(message)
+
+
+@contextmanager
+def told_if_slow(what: str, tell: Callable[[str], object], *, after: float = SLOW_SECONDS) -> Iterator[None]:
+    """Says what is going on once it has taken a while, and how long it took; nothing if it is quick.
+
+    Args:
+        what: What is done inside, as the start of a sentence.
+        tell: Is given a line; it may be called on another thread.
+        after: Seconds until something is said.
+    """
+    begin = time.monotonic()
+    timer = threading.Timer(after, tell, args=(f"{what} ...",))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+    seconds = time.monotonic() - begin
+    if seconds >= after:
+        tell(f"{what} took {seconds:.1f} s")

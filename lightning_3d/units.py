@@ -4,6 +4,7 @@ from __future__ import annotations
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("", "k", "M", "B", "T")
+_METRIC = ("", "k", "M", "G", "T", "P", "E")
 
 
 def format_bytes(count: float) -> str:
@@ -25,6 +26,14 @@ def format_count(count: float) -> str:
     while abs(value) >= 1000 and unit < len(_DECIMAL) - 1:
         value, unit = value / 1000, unit + 1
     return f"{value:.0f}" if unit == 0 else f"{value:.1f}{_DECIMAL[unit]}"
+
+
+def format_flops(per_second: float) -> str:
+    """Returns operations per second with a metric prefix, e.g. ``312.0 TFLOP/s``."""
+    value, unit = float(per_second), 0
+    while abs(value) >= 1000 and unit < len(_METRIC) - 1:
+        value, unit = value / 1000, unit + 1
+    return f"{value:.1f} {_METRIC[unit]}FLOP/s"
 
 
 def counted(count: int, noun: str) -> str:

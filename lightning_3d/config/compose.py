@@ -108,7 +108,8 @@ def run_hydra(task: Callable[[DictConfig], Any], arguments: Sequence[str], *, co
         try:
             main()
         except OSError as error:
-            if begun:
+            # A file of configuration that is not there is one of Hydra's, and an OSError as well.
+            if begun or isinstance(error, HydraException):
                 raise
             raise ConfigError(f"the run's directory cannot be made: {error}", fix="paths.log_dir=DIRECTORY") from error
         finally:

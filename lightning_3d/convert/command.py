@@ -7,8 +7,7 @@ import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_3d.convert.conversion import FORMS, SIZE, Wish, convert
-from lightning_3d.convert.progress import Progress
+from lightning_3d.convert.wish import FORMS, SIZE, Wish, place_for
 
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD
 _LARGE = 2**20
@@ -26,6 +25,11 @@ def run(arguments: Sequence[str]) -> int:
     """
     options = _parser().parse_args(list(arguments))
     wish = Wish(form=options.to, prefix=options.prefix, size=options.max_shard_size, weights_only=options.weights_only)
+    place_for(Path(options.out))
+    # What is misspelt should not wait for torch to be imported.
+    from lightning_3d.convert.conversion import convert
+    from lightning_3d.convert.progress import Progress
+
     _give_memory_back()
     progress = Progress()
     try:

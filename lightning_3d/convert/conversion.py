@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -16,29 +16,10 @@ from lightning_3d.convert.contents import Contents, Kind, read_contents
 from lightning_3d.convert.progress import Progress
 from lightning_3d.convert.safetensors_files import Export, choose, save_files
 from lightning_3d.convert.torch_file import save_streamed
+from lightning_3d.convert.wish import FORMS, MESH, SAFETENSORS, TORCH, Wish, place_for
 from lightning_3d.errors import CheckpointError, few_and_more
 
-MESH, TORCH, SAFETENSORS = "mesh", "torch", "safetensors"
-FORMS = (TORCH, SAFETENSORS, MESH)
-SIZE = "5GB"
 _ALREADY: Mapping[Kind, str] = {Kind.MESH: MESH, Kind.FILE: TORCH}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wish:
-    """What is to be written.
-
-    Attributes:
-        form: One of ``FORMS``.
-        prefix: For safetensors to take off the names, from safetensors to put before them; None guesses the former.
-        size: The largest file of safetensors.
-        weights_only: Leave out optimizers.
-    """
-
-    form: str
-    prefix: str | None = None
-    size: str = SIZE
-    weights_only: bool = False
 
 
 def convert(source: Path, out: Path, wish: Wish, progress: Progress) -> list[str]:
@@ -57,9 +38,7 @@ def convert(source: Path, out: Path, wish: Wish, progress: Progress) -> list[str
         CheckpointError: The checkpoint cannot be read, or the other form cannot be written.
         ConfigError: An option has an impossible value.
     """
-    out = out.expanduser().absolute()
-    if out.exists() or out.is_symlink():
-        raise CheckpointError(f"{out} exists already", fix="choose another name, or remove it")
+    out = place_for(out)
     contents = read_contents(
         source.expanduser().absolute(),
         progress,

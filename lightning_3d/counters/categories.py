@@ -25,6 +25,42 @@ class Category(str, enum.Enum):
     OTHER = "activation, other"
 
 
+class Owners:
+    """Modules and optimizers, asked again and again what they own; the modules inside of each other stay the same.
+
+    Args:
+        modules: Roots; plain, DistributedDataParallel, `fully_shard` or `replicate` modules.
+        optimizers: Their optimizers.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        inside = tuple(dict.fromkeys(module for root in modules for module in root.modules()))
+        self._units = tuple(module for module in inside if isinstance(module, FSDPModule))
+        self._holders = tuple(module for module in inside if _is_holder(module))
+        self._optimizers = tuple(optimizers)
+
+    def __call__(self) -> dict[int, Category]:
+        """Returns the category of every storage that is owned now, by the storage's key."""
+        found: dict[int, Category] = {}
+        for category, value in self._owned():
+            for tensor in plain_tensors(value):
+                found.setdefault(storage_key(tensor), category)
+        return found
+
+    def _owned(self) -> Iterator[tuple[Category, object]]:
+        """What is owned, the surest first: while FSDP2 computes, a module's parameters are gathered ones."""
+        for unit in self._units:
+            yield from _fsdp_owned(unit)
+        for module in self._holders:
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    yield Category.PARAMETER, parameter
+                    yield Category.GRADIENT, parameter.grad
+            yield Category.BUFFER, list(module._buffers.values())
+        for optimizer in self._optimizers:
+            yield Category.OPTIMIZER, [dict(state) for state in optimizer.state.values()]
+
+
 def categorise(modules: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, Category]:
     """Returns the category of every storage that modules and optimizers own now, by the storage's key.
 
@@ -32,11 +68,7 @@ def categorise(modules: Iterable[nn.Module], optimizers: Iterable[torch.optim.Op
         modules: Roots; plain, DistributedDataParallel, `fully_shard` or `replicate` modules.
         optimizers: Their optimizers.
     """
-    found: dict[int, Category] = {}
-    for category, value in _owned(tuple(modules), tuple(optimizers)):
-        for tensor in plain_tensors(value):
-            found.setdefault(storage_key(tensor), category)
-    return found
+    return Owners(modules, optimizers)()
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -45,22 +77,10 @@ def storage_key(tensor: torch.Tensor) -> int:
     return key
 
 
-def _owned(
-    modules: tuple[nn.Module, ...], optimizers: tuple[torch.optim.Optimizer, ...]
-) -> Iterator[tuple[Category, object]]:
-    """What is owned and as what, the surest first: while FSDP2 computes, a module's parameters are gathered ones."""
-    for root in modules:
-        for module in root.modules():
-            if isinstance(module, FSDPModule):
-                yield from _fsdp_owned(module)
-    for root in modules:
-        for parameter in root.parameters():
-            yield Category.PARAMETER, parameter
-            yield Category.GRADIENT, parameter.grad
-        for buffer in root.buffers():
-            yield Category.BUFFER, buffer
-    for optimizer in optimizers:
-        yield Category.OPTIMIZER, [dict(state) for state in optimizer.state.values()]
+def _is_holder(module: nn.Module) -> bool:
+    """Whether it has parameters or buffers of its own that take memory: those of other ranks stay on meta."""
+    own = (*module._parameters.values(), *module._buffers.values())
+    return any(tensor is not None and not tensor.is_meta for tensor in own)
 
 
 def _fsdp_owned(module: FSDPModule) -> Iterator[tuple[Category, object]]:

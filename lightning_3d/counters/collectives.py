@@ -156,7 +156,7 @@ class CollectiveCounter(TorchDispatchMode):
             group_size=size,
             calls=(old.calls if old else 0) + 1,
             payload=(old.payload if old else 0) + payload,
-            wire=(old.wire if old else 0.0) + payload * _wire_factor(operation, size),
+            wire=(old.wire if old else 0.0) + payload * wire_factor(operation, size),
         )
 
 
@@ -171,7 +171,8 @@ def operation_of(func: Any) -> str | None:
     return next((operation for start, operation in _OPERATIONS if bare.startswith(start)), name)
 
 
-def _wire_factor(operation: str, size: int) -> float:
+def wire_factor(operation: str, size: int) -> float:
+    """Returns what share of the payload one of ``size`` ranks sends; see `CollectiveRow`."""
     if size == 1:
         return 0.0
     if operation == "all_reduce":

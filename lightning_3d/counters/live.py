@@ -20,8 +20,6 @@ from lightning_3d.counters.tensors import plain_tensors
 from lightning_3d.units import format_bytes
 
 _COMMUNICATION_NAMESPACES = ("c10d", "fsdp")
-# From this share of a run's peak on, the next run looks at every new peak.
-_NEAR_PEAK = 0.9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,12 +52,12 @@ class PeakReport:
 
     @property
     def exact(self) -> bool:
-        """Whether the categories add up to the peak; not so if the step was another one the second time."""
+        """Whether the categories add up to the peak."""
         return sum(self.categories.values()) == self.peak.size
 
     def __str__(self) -> str:
         rows = [f"  {category.value:<20} {format_bytes(size):>12}" for category, size in self.categories.items()]
-        return "\n".join([f"peak {self.peak}", *rows, *([] if self.exact else ["  (the step was not the same twice)"])])
+        return "\n".join([f"peak {self.peak}", *rows])
 
 
 @dataclass(slots=True)
@@ -92,7 +90,7 @@ class LiveBytes(TorchDispatchMode):
         self._storages: dict[int, _Storage] = {}
         # Storages die on any thread and at any moment; their keys wait here for this one.
         self._dead: collections.deque[int] = collections.deque()
-        self._watch: tuple[int, Callable[[], None]] | None = None
+        self._watch: Callable[[], None] | None = None
         self._follow: Callable[[], None] | None = None
         self._patches = contextlib.ExitStack()
 
@@ -114,11 +112,10 @@ class LiveBytes(TorchDispatchMode):
         self._watch = None
         self.peak = Peak(size=self.current, phase=self._phase)
 
-    def watch(self, threshold: int, action: Callable[[], None]) -> None:
-        """Calls ``action`` now and at every new peak, where the peak is of ``threshold`` bytes or more."""
-        self._watch = (threshold, action)
-        if self.peak.size >= threshold:
-            action()
+    def watch(self, action: Callable[[], None]) -> None:
+        """Calls ``action`` now and at every new peak, until the next `rewind`."""
+        self._watch = action
+        action()
 
     def follow(self, action: Callable[[], None] | None) -> None:
         """Calls ``action`` after every operation, from now on; None for nothing."""
@@ -218,8 +215,8 @@ class LiveBytes(TorchDispatchMode):
         size = self.current
         if size > self.peak.size:
             self.peak = Peak(size=size, phase=self._phase)
-            if self._watch is not None and self.peak.size >= self._watch[0]:
-                self._watch[1]()
+            if self._watch is not None:
+                self._watch()
         if self._follow is not None:
             self._follow()
 
@@ -248,16 +245,13 @@ class LiveBytes(TorchDispatchMode):
 def measure_peak(
     live: LiveBytes, step: Callable[[], object], owners: Callable[[], Mapping[int, Category]]
 ) -> PeakReport:
-    """Runs a step twice: first to find about how high its peak is, then to see what is alive there.
+    """Runs a step and returns its peak, and what is alive there.
 
     Args:
         live: Entered, tracking what exists.
-        step: Does the same each time: warmed up, so that gradients and optimizer states exist or not alike.
-        owners: Called near the peak, e.g. ``lambda: categorise([model], [optimizer])``.
+        step: Warmed up, so that gradients and optimizer states exist or not as in later ones.
+        owners: Called at every new peak, e.g. ``Owners([model], [optimizer])``.
     """
-    live.rewind()
-    step()
-    threshold = int(_NEAR_PEAK * live.peak.size)
     categories: dict[Category, int] = {}
 
     def look() -> None:
@@ -265,7 +259,7 @@ def measure_peak(
         categories.update(live.by_category(owners()))
 
     live.rewind()
-    live.watch(threshold, look)
+    live.watch(look)
     step()
     report = PeakReport(peak=live.peak, categories=categories)
     live.rewind()

@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 def plain_tensors(value: object) -> Iterator[torch.Tensor]:
     """Yields the tensors in nested containers; of a DTensor, the local part."""
-    for leaf in tree_leaves(value):
+    # Most values are tensors, and looking through a tree takes longer than asking.
+    for leaf in (value,) if isinstance(value, torch.Tensor) else tree_leaves(value):
         if isinstance(leaf, DTensor):
             yield leaf._local_tensor
         elif isinstance(leaf, torch.Tensor):

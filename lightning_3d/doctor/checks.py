@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 from lightning_3d.doctor.facts import Facts, Memory, Network, Place, Torch
@@ -16,6 +17,18 @@ _LEAST_MEMORY: Final = 2 * _GIB
 _LEAST_SHARED_MEMORY: Final = _GIB
 _LEAST_DISK: Final = _GIB
 _LEAST_OPEN_FILES: Final = 4096
+_UNSET: Final = ("", "0", "off", "info")
+# NVIDIA's user guide of NCCL, "Environment Variables", of which it says that those for debugging should not stay; and
+# torch's documentation of CUDA and torch.distributed.
+_SLOWING: Final = MappingProxyType(
+    {
+        "NCCL_P2P_DISABLE": "GPUs of a node do not send to each other directly, over NVLink or PCI",
+        "NCCL_SHM_DISABLE": "GPUs without direct links use the network in the place of shared memory",
+        "NCCL_IB_DISABLE": "InfiniBand and RoCE are left out, nodes use IP sockets",
+        "CUDA_LAUNCH_BLOCKING": "each kernel is waited for",
+        "TORCH_DISTRIBUTED_DEBUG": "collectives are checked on all ranks",
+    }
+)
 
 
 def check_all(facts: Facts) -> list[Finding]:
@@ -28,6 +41,7 @@ def check_all(facts: Facts) -> list[Finding]:
         *check_memory(facts.memory),
         *check_shared_memory(facts.shared_memory),
         *check_threads(facts.environment, facts.cores),
+        *check_slowing(facts.environment),
         *check_open_files(*facts.open_files),
         *check_places(facts.places),
         *check_network(facts.network),
@@ -52,9 +66,8 @@ def check_torch(torch: Torch) -> list[Finding]:
 
 def check_memory(memory: Memory) -> list[Finding]:
     """Judges what this process may still take, in bytes."""
-    free, of = memory.available, f"{format_bytes(memory.total)} of the host"
+    free, of = memory.free, f"{format_bytes(memory.total)} of the host"
     if memory.cgroup_limit is not None:
-        free = min(free, memory.cgroup_limit - memory.cgroup_used)
         of = f"the container's {format_bytes(memory.cgroup_limit)}"
     what = f"memory: {format_bytes(free)} free of {of}"
     if free < _LEAST_MEMORY:
@@ -83,6 +96,13 @@ def check_threads(environment: Mapping[str, str], cores: int) -> list[Finding]:
     if int(value) * processes > max(cores, processes):
         return [note(f"{what}: more threads than cores", f"export OMP_NUM_THREADS={max(1, cores // processes)}")]
     return [ok(what)]
+
+
+def check_slowing(environment: Mapping[str, str]) -> list[Finding]:
+    """Judges variables that are set to find a fault, and cost time for as long as they stay."""
+    set_here = {name: why for name, why in _SLOWING.items() if environment.get(name, "0").lower() not in _UNSET}
+    found = [note(f"{name}={environment[name]}: {why}", f"unset {name}") for name, why in set_here.items()]
+    return found or [ok("no variable is set that slows NCCL or CUDA down")]
 
 
 def check_open_files(soft: int, hard: int) -> list[Finding]:

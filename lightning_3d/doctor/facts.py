@@ -45,6 +45,13 @@ class Memory:
     cgroup_limit: int | None
     cgroup_used: int
 
+    @property
+    def free(self) -> int:
+        """What this process may still take."""
+        if self.cgroup_limit is None:
+            return self.available
+        return min(self.available, self.cgroup_limit - self.cgroup_used)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:

@@ -6,12 +6,15 @@ import json
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
 from lightning_3d.config.compose import command_words, compose_run
 from lightning_3d.config.search import importable_here
+from lightning_3d.dryrun.asked import coordinates_of, mesh_of
+from lightning_3d.log import told_if_slow
 
 _SAMPLES = 160
 
@@ -33,18 +36,20 @@ def run(arguments: Sequence[str]) -> int:
     if shows:
         print(OmegaConf.to_yaml(cfg), end="")
         return 0
-    # A misspelt key should not wait for torch to be imported.
+    coordinates = coordinates_of(cfg.coordinates, mesh_of(cfg)[1])
+    # What is misspelt or impossible should not wait for torch to be imported.
     from lightning_3d.dryrun.picture import draw
     from lightning_3d.dryrun.play import dry_run
-    from lightning_3d.dryrun.setup import coordinates_of, training_of
+    from lightning_3d.dryrun.setup import training_of
+    from lightning_3d.dryrun.tracing import price_of
 
     with importable_here(), warnings.catch_warnings():
         # Lightning's and torch's own uses of torch, about which nobody can do anything here.
         warnings.simplefilter("ignore")
         training = training_of(cfg)
-        report = dry_run(
-            training, coordinates_of(cfg.coordinates, training.mesh), samples=_SAMPLES if cfg.picture else 0
-        )
+        with told_if_slow("playing ranks of the mesh", partial(print, file=sys.stderr)):
+            samples = _SAMPLES if cfg.picture else 0
+            report = dry_run(training, coordinates, samples=samples, price=partial(price_of, cfg))
     print(json.dumps(report.as_data(), indent=2) if cfg.json else report)
     if cfg.picture:
         print(f"picture    {draw(report, Path(cfg.picture))}", file=sys.stderr if cfg.json else sys.stdout)

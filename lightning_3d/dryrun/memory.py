@@ -34,7 +34,7 @@ _WITHOUT_VALUES = frozenset(
         torch.ops.aten.new_empty_strided,
     }
 )
-_RECEIVE = torch.ops.c10d.recv_.default
+_SEND, _RECEIVE = torch.ops.c10d.send.default, torch.ops.c10d.recv_.default
 
 
 class FakeMemory(TorchDispatchMode):
@@ -58,14 +58,16 @@ class FakeMemory(TorchDispatchMode):
         if torch._C._get_dispatch_mode(_FAKE) is not None:
             # Somebody else asks what results look like, as DTensors do.
             return func(*args, **kwargs)
+        if func.namespace == "aten" and args and isinstance(args[0], FakeTensor):
+            return self.fake.__torch_dispatch__(func, types, args, kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if func is _RECEIVE and _is_vote(tensors):
-            # Stages ask each other whether all of them know their shapes, which they do.
+        if func is _RECEIVE and is_vote(func, args):
             result = func(*args, **kwargs)
             tensors[0].fill_(1)
             return result
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            return func(*args, **kwargs)
+            # What FakeTensors come to themselves, after they have looked at all arguments once more.
+            return self.fake.__torch_dispatch__(func, types, args, kwargs)
         if func.overloadpacket in _WITHOUT_VALUES and kwargs.get("device") != _META:
             return self._hidden(func, args, kwargs)
         if kwargs.get("device") == _META or any(tensor.is_meta for tensor in tensors) or func.namespace != "aten":
@@ -84,5 +86,14 @@ class FakeMemory(TorchDispatchMode):
             return func(*args, **kwargs)
 
 
-def _is_vote(tensors: list[Tensor]) -> bool:
+def is_vote(func: Any, args: tuple[Any, ...]) -> bool:
+    """Returns whether an operation is a vote: stages ask each other whether all of them know their shapes (they do).
+
+    Args:
+        func: The operation.
+        args: Its arguments.
+    """
+    if func is not _SEND and func is not _RECEIVE:
+        return False
+    tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
     return len(tensors) == 1 and tensors[0].dtype == torch.int32 and tensors[0].numel() == 1

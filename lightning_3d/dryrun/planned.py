@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -33,7 +33,8 @@ class Planned:
         sizes: Samples of each.
         kinds: What decides which way the step takes with each.
         records: What the step does with each kind; empty without a pipeline axis.
-        played: How many micro-batches are played: all, or as many as the others repeat.
+        played: How many micro-batches are played: all, or on one rank as many as the others repeat.
+        plays_all: Those are played too that do what others have done.
     """
 
     training: Training
@@ -43,6 +44,7 @@ class Planned:
     kinds: tuple[Hashable, ...]
     records: Mapping[Hashable, StepRecord]
     played: int
+    plays_all: bool
 
     @property
     def scheduled(self) -> tuple[int, int]:
@@ -53,6 +55,12 @@ class Planned:
             for count in (self.played, len(self.parts))
         )
         return played, needed
+
+    def on(self, rank: int) -> Planned:
+        """Returns the same with as many micro-batches as have to be played on a pipeline rank."""
+        if self.plays_all or len(set(self.kinds)) > 1:
+            return self
+        return replace(self, played=enough_microbatches(self.training.config, len(self.parts), rank))
 
 
 def planned(training: Training, *, all_microbatches: bool = False) -> Planned:
@@ -84,25 +92,34 @@ def planned(training: Training, *, all_microbatches: bool = False) -> Planned:
     if pipelined:
         computing = _as_it_computes(training, plan, module)
         records = {kind: _recorded(training, plan, computing, part) for kind, part in of_kind.items()}
-    played = len(parts) if all_microbatches or len(of_kind) > 1 else enough_microbatches(training.config, len(parts))
-    return Planned(training=training, plan=plan, parts=parts, sizes=sizes, kinds=kinds, records=records, played=played)
+    return Planned(
+        training=training,
+        plan=plan,
+        parts=parts,
+        sizes=sizes,
+        kinds=kinds,
+        records=records,
+        played=len(parts),
+        plays_all=all_microbatches,
+    )
 
 
-def enough_microbatches(config: StrategyConfig, count: int) -> int:
+def enough_microbatches(config: StrategyConfig, count: int, rank: int) -> int:
     """Returns of how many equal micro-batches a step has to be made to see all that a step of more has.
 
-    Without a pipeline: a first, one in the middle, a last. One forward one backward repeats itself once as many wait
-    for their backward as there are stages. In the other schedules each micro-batch counts: all forwards come first, or
-    what was sent is held until the step ends.
+    Without a pipeline: a first, one in the middle, a last. One forward one backward repeats itself on a rank from the
+    second backward on: gradients are there, and as many micro-batches wait as there are stages from this one on. In the
+    other schedules each micro-batch counts: all forwards come first, or what was sent is held until the step ends.
 
     Args:
         config: The strategy's options.
         count: Micro-batches of a batch.
+        rank: The pipeline rank.
     """
     ranks = config.pipeline_parallel_size
-    if ranks == 1:
-        return min(count, 3)
-    return min(count, ranks + 2) if config.pipeline_schedule == "1f1b" else count
+    if ranks > 1 and config.pipeline_schedule != "1f1b":
+        return count
+    return min(count, max(3, ranks - rank + 1))
 
 
 def _as_it_computes(training: Training, plan: Plan, module: LightningModule) -> LightningModule:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+from lightning_3d.dryrun.beside import Predictor
 from lightning_3d.dryrun.planned import Planned, planned
 from lightning_3d.dryrun.rank import run_rank
 from lightning_3d.dryrun.report import DryRunReport
 from lightning_3d.dryrun.training import Training
+from lightning_3d.errors import Lightning3DError
 from lightning_3d.mesh.spec import Coordinate, MeshSpec
+from lightning_3d.planner.model import ModelGraph
 
 
 def dry_run(
@@ -18,6 +22,7 @@ def dry_run(
     *,
     samples: int = 0,
     all_microbatches: bool = False,
+    price: Callable[[], ModelGraph] | None = None,
 ) -> DryRunReport:
     """Runs an optimizer step of some ranks of a training, without memory and without other ranks.
 
@@ -31,6 +36,8 @@ def dry_run(
         samples: At how many moments of the step to look at what is alive, for a picture.
         all_microbatches: Play those too that do what others have done; else the collectives of a middle one count for
             them.
+        price: Gives the price of the module, from which the planner predicts what stands beside each rank; None for no
+            prediction.
 
     Raises:
         MeshError: The process is a rank of a real world, or a coordinate lies outside of the mesh.
@@ -39,15 +46,34 @@ def dry_run(
     begin = time.perf_counter()
     found = planned(training, all_microbatches=all_microbatches)
     chosen = representatives(training.mesh) if coordinates is None else coordinates
+    ranks = tuple(run_rank(found, at, samples=samples) for at in chosen)
+    notes = _notes(found)
+    if price is not None:
+        try:
+            predictor = Predictor(found, price())
+            ranks = tuple(
+                replace(rank, beside=predictor.beside(rank.at.pipeline, rank.peak, rank.traffic)) for rank in ranks
+            )
+        except Lightning3DError as error:
+            notes = (*notes, unpriced(error))
     return DryRunReport(
         plan=found.plan,
         precision=training.precision,
         microbatches=found.sizes,
         batches=training.accumulate,
-        ranks=tuple(run_rank(found, at, samples=samples) for at in chosen),
-        notes=_notes(found),
+        ranks=ranks,
+        notes=notes,
         seconds=time.perf_counter() - begin,
     )
+
+
+def unpriced(error: Lightning3DError) -> str:
+    """Returns why nothing is predicted, in one line.
+
+    Args:
+        error: The planner's.
+    """
+    return f"the planner has no price for this: {str(error).splitlines()[0]}"
 
 
 def representatives(mesh: MeshSpec) -> tuple[Coordinate, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -24,13 +24,15 @@ from lightning_3d.counters import (
     CollectiveRow,
     CollectiveTable,
     LiveBytes,
-    categorise,
+    Owners,
     measure_peak,
+    storage_key,
 )
 from lightning_3d.dryrun.buffers import missing_buffers, with_buffers
 from lightning_3d.dryrun.memory import FakeMemory
 from lightning_3d.dryrun.planned import Planned
-from lightning_3d.dryrun.report import Padding, RankReport, Sample
+from lightning_3d.dryrun.report import Padding, RankReport
+from lightning_3d.dryrun.samples import Sampler
 from lightning_3d.dryrun.sent import SentByMicrobatch
 from lightning_3d.dryrun.steps import RankSteps, give_state, optimizers_on_rank
 from lightning_3d.dryrun.world import fake_world
@@ -58,6 +60,7 @@ def run_rank(planned: Planned, at: Coordinate, *, samples: int = 0) -> RankRepor
         samples: At how many moments of the step to look at what is alive.
     """
     begin = time.perf_counter()
+    planned = planned.on(at.pipeline)
     training, spec = planned.training, planned.training.mesh
     rank = spec.rank(at)
     with fake_world(spec.world, rank) as world:
@@ -97,6 +100,7 @@ class _Played:
     engine: MeshEngine
     optimizers: list[Optimizer]
     live: LiveBytes
+    owned: Owners
     sent: SentByMicrobatch
     steps: RankSteps
     events: list[Event]
@@ -105,7 +109,7 @@ class _Played:
     def begin(cls, planned: Planned, module: LightningModule, mesh: DeviceMesh, world: dist.ProcessGroup) -> _Played:
         training, plan = planned.training, stand_in_plan(planned.plan)
         policy = training.dtypes.fsdp_policy()
-        engine = apply_plan(module, plan, mesh, world=world, device=_CPU, policy=policy)
+        engine = apply_plan(module, plan, mesh, world=world, device=_CPU, policy=policy, send_values=False)
         watch_calls(module, plan, engine, None, activation_checkpointing=training.config.activation_checkpointing)
         optimizers = optimizers_on_rank(module)
         give_state(optimizers)
@@ -126,31 +130,21 @@ class _Played:
             engine=engine,
             optimizers=optimizers,
             live=live,
+            owned=Owners(_roots(module, engine), optimizers),
             sent=sent,
             steps=steps,
             events=[],
         )
 
     def measured(self, samples: int) -> RankReport:
-        """Takes the step twice: first to find how high its peak is, then to see what is alive there."""
-        counter, sampler = self.sent.counter, _Sampler(self, samples)
+        """Takes the step, and looks at what is alive at every new peak."""
         if self.engine.stages is not None:
             self.engine.stages.engine.watch(self._computing)
-        runs = 0
-
-        def step() -> None:
-            nonlocal runs
-            runs += 1
-            self.events.clear()
-            self.sent.begin()
-            sampler.begin()
-            # The first one also makes what later ones have already.
-            with counter if runs > 1 else nullcontext():
-                self.steps()
-
+        sampler = Sampler(self.live, self.owners, samples)
         with self.live as live, _without_cycles():
             live.track(self.module, *self.optimizers, list(self.planned.parts))
-            peak = measure_peak(live, step, self.owners)
+            with self.sent.counter, sampler:
+                peak = measure_peak(live, self.steps, self.owners)
             gc.collect()
             between = live.current
         return RankReport(
@@ -159,20 +153,16 @@ class _Played:
             between_steps=between,
             peak=peak,
             traffic=self._traffic(),
-            padding=_padding(self.roots),
+            padding=_padding(_roots(self.module, self.engine)),
             in_flight=self._in_flight(),
             samples=tuple(sampler.samples),
         )
 
-    @property
-    def roots(self) -> tuple[nn.Module, ...]:
-        """The module, and the stages of it that the data axis shards."""
-        stages = self.engine.stages
-        return (self.module,) if stages is None else (*stages.engine.modules, self.module)
-
     def owners(self) -> dict[int, Category]:
         """What each storage is for now."""
-        return categorise(self.roots, self.optimizers)
+        stages = self.engine.stages
+        buffers = () if stages is None else stages.engine.buffers
+        return {**{storage_key(each): Category.COMMUNICATION for each in buffers}, **self.owned()}
 
     @contextmanager
     def _computing(self, action: Action) -> Iterator[None]:
@@ -192,6 +182,11 @@ class _Played:
         sizes = data_sizes(plan.parameters, plan.data, plan.mesh, policy=self.planned.training.dtypes.fsdp_policy())
         priced = data_traffic(plan.data, sizes, microbatches=len(self.planned.parts))
         return CollectiveTable(rows=(*map(_as_counted, priced.rows), *counted.rows))
+
+
+def _roots(module: nn.Module, engine: MeshEngine) -> tuple[nn.Module, ...]:
+    """The module, and the stages of it that the data axis shards."""
+    return (module,) if engine.stages is None else (*engine.stages.engine.modules, module)
 
 
 def _as_counted(row: TrafficRow) -> CollectiveRow:
@@ -216,34 +211,6 @@ def _without_cycles() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-class _Sampler:
-    """Looks at what is alive at equal distances of the second step.
-
-    Args:
-        played: The rank.
-        count: How often.
-    """
-
-    def __init__(self, played: _Played, count: int) -> None:
-        self.samples: list[Sample] = []
-        self._played = played
-        self._count = count
-        self._operations = self._all = self._runs = 0
-
-    def begin(self) -> None:
-        """Called before each step."""
-        self._runs += 1
-        self._all, self._operations = self._operations, 0
-        self._played.live.follow(self._step if self._count else None)
-
-    def _step(self) -> None:
-        self._operations += 1
-        if self._runs > 1 and self._operations % max(self._all // self._count, 1) == 0:
-            live = self._played.live
-            found = live.by_category(self._played.owners())
-            self.samples.append(Sample(operation=self._operations, phase=live.running, categories=found))
 
 
 def _padding(roots: tuple[nn.Module, ...]) -> Padding:

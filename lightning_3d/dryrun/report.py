@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_3d.counters import Category, CollectiveTable, PeakReport
+from lightning_3d.dryrun.beside import Beside
 from lightning_3d.mesh.spec import Coordinate
 from lightning_3d.plan import Plan
 from lightning_3d.units import counted, format_bytes, format_seconds
@@ -68,6 +69,7 @@ class RankReport:
         in_flight: The most micro-batches that wait for their backward at a time, over all stages of the rank.
         samples: Live bytes over the step, where they were asked for.
         seconds: What measuring took.
+        beside: What the planner predicts of it; None where it was not asked.
     """
 
     rank: int
@@ -80,6 +82,7 @@ class RankReport:
     in_flight: int
     samples: tuple[Sample, ...] = ()
     seconds: float = 0.0
+    beside: Beside | None = None
 
     @property
     def title(self) -> str:
@@ -98,6 +101,8 @@ class RankReport:
             "  collectives of an optimizer step",
             *_indented(str(self.traffic), 4),
         ]
+        if self.beside is not None:
+            lines += ["  the planner's formulas beside this", *_indented(str(self.beside), 4)]
         return "\n".join(lines)
 
 
@@ -172,6 +177,7 @@ def _as_data(rank: RankReport) -> dict[str, Any]:
         "traffic": [asdict(row) for row in rank.traffic.rows],
         "padding": asdict(rank.padding),
         "in_flight": rank.in_flight,
+        "planner": None if rank.beside is None else rank.beside.as_data(),
         "samples": [
             {"operation": each.operation, "phase": each.phase, "bytes": _by_name(each.categories)}
             for each in rank.samples

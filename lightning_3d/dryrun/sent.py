@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.counters import CollectiveCounter, CollectiveRow, CollectiveTable
+from lightning_3d.dryrun.memory import is_vote
 from lightning_3d.dryrun.planned import Planned
 
 _Key = tuple[str, str]
@@ -28,15 +30,10 @@ class SentByMicrobatch:
     """
 
     def __init__(self, mesh: DeviceMesh, planned: Planned) -> None:
-        self.counter = CollectiveCounter(mesh)
+        self.counter = _WithoutVotes(mesh)
         self._planned = planned
         self._middle = planned.played // 2
         self._in_middle: dict[_Key, CollectiveRow] = {}
-
-    def begin(self) -> None:
-        """Called before a step."""
-        self.counter.reset()
-        self._in_middle.clear()
 
     @contextmanager
     def during(self, microbatch: int | None) -> Iterator[None]:
@@ -63,6 +60,22 @@ class SentByMicrobatch:
                 middle = self._in_middle.get((row.operation, row.axis))
                 rows.append(row if middle is None else _scaled_sum(row, middle, missing))
         return CollectiveTable(rows=tuple(rows))
+
+
+class _WithoutVotes(CollectiveCounter):
+    """Counts no votes, by which stages ask each other in the first step alone whether their shapes are known."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Runs the operation and counts it if it is a collective of every step."""
+        if is_vote(func, args):
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _by_key(rows: Iterable[CollectiveRow]) -> dict[_Key, CollectiveRow]:

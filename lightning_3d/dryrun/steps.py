@@ -145,7 +145,7 @@ class RankSteps:
 
 
 def give_state(optimizers: list[Optimizer]) -> None:
-    """Has optimizers make their state, which most do in their first step.
+    """Has optimizers make their state, which most do in their first step, and leaves gradients as a step does.
 
     Raises:
         ModuleError: One of them runs the module itself.
@@ -157,7 +157,6 @@ def give_state(optimizers: list[Optimizer]) -> None:
             for parameter in group["params"]:
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         optimizer.step()
-        optimizer.zero_grad()
 
 
 def optimizers_on_rank(module: LightningModule) -> list[Optimizer]:

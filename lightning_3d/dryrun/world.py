@@ -47,7 +47,7 @@ def fake_world(size: int, rank: int) -> Iterator[dist.ProcessGroup]:
 
 
 class _Works(list[Any]):
-    """Sends that wait, with what they send: a real backend holds it until then."""
+    """Sends that wait, with what they send: NCCL holds it until somebody has waited."""
 
     operations: Sequence[Any] = ()
 
@@ -55,15 +55,21 @@ class _Works(list[Any]):
 @contextmanager
 def _sends_hold_tensors() -> Iterator[None]:
     begun: Any = schedules._batch_p2p
+    waited: Any = schedules._wait_batch_p2p
 
     def hold(operations: list[Any], *args: Any, **options: Any) -> _Works:
         works = _Works(begun(operations, *args, **options))
         works.operations = operations
         return works
 
+    def release(works: list[Any]) -> None:
+        waited(works)
+        if isinstance(works, _Works):
+            works.operations = ()
+
     module: Any = schedules
-    module._batch_p2p = hold
+    module._batch_p2p, module._wait_batch_p2p = hold, release
     try:
         yield
     finally:
-        module._batch_p2p = begun
+        module._batch_p2p, module._wait_batch_p2p = begun, waited

@@ -51,6 +51,7 @@ def apply_plan(
     streams: RandomStreams | None = None,
     exact_random: bool = False,
     partial_gradients: bool = True,
+    send_values: bool = True,
 ) -> MeshEngine:
     """Turns ``module`` in place into this rank's part of it, and returns the engine that runs its steps.
 
@@ -69,8 +70,9 @@ def apply_plan(
         exact_random: Dropout on the tensor axis draws the masks of one device.
         partial_gradients: Gradients of weights that are used on parts are summed once for each optimizer step; False
             where something reads them before.
+        send_values: All ranks get the first one's values; False where there are none.
     """
-    if world.size() > 1:
+    if world.size() > 1 and send_values:
         # What is real already; what is recorded needs no communication.
         broadcast_module(module, world)
     hooks = forward_hooks(module)

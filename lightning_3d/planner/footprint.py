@@ -33,6 +33,21 @@ def footprint(shared: Shared, case: Case) -> tuple[MemoryParts, int, float]:
     return memory, rank, flights
 
 
+def rank_footprint(shared: Shared, case: Case, rank: int) -> MemoryParts:
+    """Returns the bytes of one pipeline rank at its worst moment.
+
+    Args:
+        shared: The model on its cluster.
+        case: What to price.
+        rank: The pipeline rank.
+
+    Raises:
+        MeshError: The model cannot be cut so.
+    """
+    kind = shared.layout(case).kind_of(rank)
+    return _rank_memory(shared, case, kind, _waiting(case, rank) / case.stages_per_rank)
+
+
 def _waiting(case: Case, rank: int) -> int:
     return in_flight(
         case.schedule,

@@ -23,6 +23,7 @@ class Kind:
         count: How many they are.
         has_first: They hold the first stage.
         has_last: They hold the last stage.
+        members: The ranks.
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -32,6 +33,7 @@ class Kind:
     count: int
     has_first: bool
     has_last: bool
+    members: tuple[int, ...]
 
     def sum(self, prefix: Sequence[float]) -> float:
         """Returns the sum over the blocks of one of these ranks.
@@ -51,6 +53,10 @@ class Layout:
     """
 
     kinds: tuple[Kind, ...]
+
+    def kind_of(self, rank: int) -> Kind:
+        """Returns what a pipeline rank holds."""
+        return next(kind for kind in self.kinds if rank in kind.members)
 
 
 def place_blocks(
@@ -104,6 +110,7 @@ def place_blocks(
             count=len(members),
             has_first=has_first,
             has_last=has_last,
+            members=tuple(members),
         )
         for (blocks, _, has_first, has_last), members in groups.items()
     )

@@ -21,7 +21,7 @@ from lightning_3d.planner.shapes import BatchShape, DecoderShape, MeshShape
 from lightning_3d.units import counted
 
 _GPT, _LLAMA = "lightning_3d.reference.gpt.GPT", "lightning_3d.reference.llama.Llama"
-_RECIPES: Mapping[str, str] = MappingProxyType(
+RECIPES: Mapping[str, str] = MappingProxyType(
     {
         "32-true": "fp32",
         "64-true": "fp64",
@@ -146,9 +146,9 @@ def recipe_of(cfg: DictConfig) -> str:
         ConfigError: The precision is unknown.
     """
     precision = precision_of(cfg)
-    if precision not in _RECIPES:
-        raise ConfigError(f"trainer.precision={precision} has no recipe of bytes.", valid=_RECIPES)
-    return _RECIPES[precision]
+    if precision not in RECIPES:
+        raise ConfigError(f"trainer.precision={precision} has no recipe of bytes.", valid=RECIPES)
+    return RECIPES[precision]
 
 
 def _space(cfg: DictConfig, size: int) -> Space:
@@ -172,21 +172,7 @@ def _given(cfg: DictConfig, cluster: Cluster, devices: int, size: int) -> Case |
         return None
     options = StrategyConfig.from_mapping(strategy_options(cfg.strategy))
     spec = _spec(options, cluster, devices)
-    stages = options.stages_per_rank
-    if not isinstance(stages, int):
-        stages = 1 if options.pipeline_schedule in ONE_STAGE_SCHEDULES else 2
-    layers = options.layers_per_stage
-    mesh = MeshShape(
-        data_parallel_size=spec.data,
-        data_replicate_size=spec.data_replicate,
-        pipeline_parallel_size=spec.pipeline,
-        tensor_parallel_size=spec.tensor,
-        zero_stage=options.zero_stage,
-        stages_per_rank=stages,
-        sequence_parallel=options.sequence_parallel,
-        layers_per_stage=tuple(layers) if layers else None,
-        rank_order=options.rank_order,
-    )
+    mesh = mesh_shape(options, spec)
     local = local_batch_size(size, spec.data)
     count = num_microbatches(
         local,
@@ -218,6 +204,30 @@ def _spec(options: StrategyConfig, cluster: Cluster, devices: int) -> MeshSpec:
             fix=f"num_devices={ranks}",
         )
     return MeshSpec.of(options, ranks)
+
+
+def mesh_shape(options: StrategyConfig, spec: MeshSpec) -> MeshShape:
+    """Returns the mesh of a strategy as the planner takes it.
+
+    Args:
+        options: The strategy's options.
+        spec: Degrees of the axes.
+    """
+    stages = options.stages_per_rank
+    if not isinstance(stages, int):
+        stages = 1 if options.pipeline_schedule in ONE_STAGE_SCHEDULES else 2
+    layers = options.layers_per_stage
+    return MeshShape(
+        data_parallel_size=spec.data,
+        data_replicate_size=spec.data_replicate,
+        pipeline_parallel_size=spec.pipeline,
+        tensor_parallel_size=spec.tensor,
+        zero_stage=options.zero_stage,
+        stages_per_rank=stages,
+        sequence_parallel=options.sequence_parallel,
+        layers_per_stage=tuple(layers) if layers else None,
+        rank_order=options.rank_order,
+    )
 
 
 def _plain(cfg: DictConfig) -> dict[str, Any]:

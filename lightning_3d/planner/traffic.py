@@ -14,14 +14,17 @@ from lightning_3d.planner.shared import Shared
 _PIPELINE = next(axis.name for axis in AXES if axis.key == "pipeline")
 
 
-def step_traffic(shared: Shared, case: Case) -> Traffic:
-    """Returns what the pipeline rank with most parameters sends in an optimizer step.
+def step_traffic(shared: Shared, case: Case, rank: int | None = None) -> Traffic:
+    """Returns what a pipeline rank sends in an optimizer step.
 
     Args:
         shared: The model on its cluster.
         case: What to price.
+        rank: The pipeline rank; None for the one with most parameters.
     """
-    kind = max(shared.layout(case).kinds, key=lambda one: shared.parameters(case.mesh, one)[1])
+    layout = shared.layout(case)
+    most = max(layout.kinds, key=lambda one: shared.parameters(case.mesh, one)[1])
+    kind = most if rank is None else layout.kind_of(rank)
     return _data(shared, case, kind) + _tensor(shared, case, kind) + _pipeline(shared, case, kind)
 
 

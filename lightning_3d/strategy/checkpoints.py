@@ -237,16 +237,17 @@ class CheckpointDoor:
             writer.teardown()
 
     @staticmethod
-    def check_hyper_parameters(owner: object) -> None:
+    def check_hyper_parameters(*owners: object) -> None:
         """Refuses hyper-parameters that no checkpoint can hold, before training instead of at the first checkpoint.
 
         Args:
-            owner: The module or datamodule, or None.
+            owners: The module and the datamodule, or None.
 
         Raises:
             CheckpointError: Names the entry, its type and the way out.
         """
-        to_plain(dict(getattr(owner, "hparams", None) or {}), "hyper_parameters")
+        for owner in owners:
+            to_plain(dict(getattr(owner, "hparams", None) or {}), "hyper_parameters")
 
     def remove(self, path: str | Path) -> None:
         """Removes a checkpoint, after those that are being written. Any number of ranks may call it."""

@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from lightning.pytorch import LightningModule
+from lightning_utilities.core.rank_zero import rank_zero_info
+
 from lightning_3d.errors import ModuleError
 from lightning_3d.mesh.topology import Topology
-from lightning_3d.parallel.pipeline.engine import PipelineEngine
-from lightning_3d.parallel.pipeline.report import StepTimelines
 from lightning_3d.strategy.saving import SavingStrategy
+
+if TYPE_CHECKING:
+    from lightning_3d.parallel.pipeline.engine import PipelineEngine
+    from lightning_3d.parallel.pipeline.report import StepTimelines
+    from lightning_3d.strategy.setup.first_step import FirstStep
 
 
 class ExplainingStrategy(SavingStrategy):
-    """A strategy on a mesh that tells its plan; what trains is added by `Mesh3DStrategy`."""
+    """A strategy on a mesh that tells its plan; what trains is added by `Mesh3DStrategy`.
+
+    Attributes:
+        counts_flops: Whether to count the operations of the step while the module is still whole.
+        sample_flops: Operations of the whole model in a forward and a backward of one sample; None if not counted.
+    """
+
+    counts_flops = False
+    sample_flops: float | None = None
 
     def explain(self) -> str:
         """Returns the plan and the map of ranks to nodes as text; known once the Trainer has set the module up."""
         topology = Topology(spec=self.mesh_spec, devices_per_node=self.num_processes)
         return "\n".join([str(self._module_on_mesh), "", str(topology), *topology.advice()])
+
+    def _explain_if_asked(self) -> None:
+        if self.config.explain:
+            rank_zero_info("the plan of this run\n%s", self.explain())
+
+    def _count_flops(self, module: LightningModule, step: FirstStep) -> None:
+        if self.counts_flops:
+            from lightning_3d.plan.flops import sample_flops
+
+            self.sample_flops = sample_flops(module, step.args, step)
 
     def start_pipeline_timeline(self) -> None:
         """Begins to take the times of what stages compute; every rank must call it, between two training steps.

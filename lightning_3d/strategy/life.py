@@ -25,11 +25,13 @@ from lightning_3d.graph.on_device import on_device
 from lightning_3d.graph.parameters import class_name
 from lightning_3d.initial.broadcast import BufferBroadcast
 from lightning_3d.initial.replay import InitTape
+from lightning_3d.log import told_if_slow
 from lightning_3d.mesh.spec import MeshSpec
+from lightning_3d.parallel.data.normalisation import normalise_over_ranks
 from lightning_3d.parallel.pipeline.report import PipelineReport
 from lightning_3d.parallel.tensor.proof.result import Proof, Skipped
 from lightning_3d.parallel.tensor.replay.block import BlockReport
-from lightning_3d.plan import MeshEngine, ModuleCopies, Plan, apply_plan, make_plan
+from lightning_3d.plan import MeshEngine, ModuleCopies, Plan, ReplayOptions, apply_plan, make_plan, watch_calls
 from lightning_3d.precision import Mesh3DPrecision
 from lightning_3d.shards.hook_values import Holders
 from lightning_3d.shards.layout import Layout
@@ -114,19 +116,20 @@ def apply_module(
     plan = _planned(module, run, spec=spec, config=config, casts=precision.shards_cast, step=step)
     copies = ModuleCopies(module, run.world_group, run.data_group)
     proof = _proved(module, run, plan, tape=tape, step=step)
-    engine = apply_plan(
-        module,
-        plan,
-        run.mesh,
-        world=run.world_group,
-        device=run.device,
-        tape=tape,
-        policy=precision.fsdp_policy(),
-        streams=run.streams,
-        exact_random=config.tensor_random == "exact",
-        # In manual optimization the step itself may clip or step between two backward passes.
-        partial_gradients=module.automatic_optimization,
-    )
+    with told_if_slow("cutting the module and making its initial values", rank_zero_info):
+        engine = apply_plan(
+            module,
+            plan,
+            run.mesh,
+            world=run.world_group,
+            device=run.device,
+            tape=tape,
+            policy=precision.fsdp_policy(),
+            streams=run.streams,
+            exact_random=config.tensor_random == "exact",
+            # In manual optimization the step itself may clip or step between two backward passes.
+            partial_gradients=module.automatic_optimization,
+        )
     presence = None if engine.stages is None else engine.stages.presence
     holders = None if presence is None else Holders(module, presence)
     copies.cut(beside, engine.stages, holders)
@@ -145,12 +148,35 @@ def apply_module(
     )
 
 
+def watch_module(applied: AppliedModule, run: RunOnMesh, config: StrategyConfig, *, normalise: bool) -> None:
+    """Has calls of a module do what its plan adds to them, until `unwatch_calls`.
+
+    Args:
+        applied: The module after its plan was applied.
+        run: The mesh of this process.
+        config: The strategy's options.
+        normalise: Whether batch normalisation takes the batches of all data ranks together.
+    """
+    watch_calls(
+        applied.module,
+        applied.plan,
+        applied.engine,
+        run.streams,
+        replay=ReplayOptions(compile=config.compile) if config.replay else None,
+        activation_checkpointing=config.activation_checkpointing,
+        compile=config.compile,
+    )
+    if normalise and run.data_group.size() > 1:
+        normalise_over_ranks(applied.module, run.data_group)
+
+
 def _proved(
     module: LightningModule, run: RunOnMesh, plan: Plan, *, tape: InitTape | None, step: FirstStep | None
 ) -> Proof | Skipped | None:
     if plan.tensor is None or step is None:
         return None
-    return agreed_proof(module, plan.tensor, step, tape, run.world_group)
+    with told_if_slow("proving the plan of the tensor axis on a small part of the model", rank_zero_info):
+        return agreed_proof(module, plan.tensor, step, tape, run.world_group)
 
 
 def _check(
@@ -178,7 +204,8 @@ def _planned(
         share_gradient_hooks(module, run.world_group)
     # Manual optimization runs backward inside the step, which only an engine of units can follow.
     inside = not module.automatic_optimization and spec.data > 1
-    with on_device(module, run.device):
+    planning = told_if_slow("planning: the first step runs without values", rank_zero_info)
+    with planning, on_device(module, run.device):
         plan = make_plan(module, spec, config, casts=casts, backward_inside=inside, step=step)
     return agreed_plan(plan, run.world_group)
 

@@ -5,42 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_3d.batches.micro import MicroBatches
 from lightning_3d.config.schema import StrategyConfig
 from lightning_3d.errors import ModuleError
-from lightning_3d.initial.record import InitRecorder
-from lightning_3d.initial.replay import InitTape
 from lightning_3d.mesh.spec import MODEL_GROUP
-from lightning_3d.parallel.data.normalisation import normalise_over_ranks
-from lightning_3d.plan import ReplayOptions, unwatch_calls, watch_calls
 from lightning_3d.strategy.explaining import ExplainingStrategy
-from lightning_3d.strategy.life import (
-    AppliedModule,
-    apply_module,
-    check_optimizers,
-    check_untouched,
-    optimizer_parameters,
-)
-from lightning_3d.strategy.logging.logged import LoggedValues
-from lightning_3d.strategy.logging.metrics import MetricDoors
-from lightning_3d.strategy.run import evaluate_without_inference_mode
-from lightning_3d.strategy.setup.first_step import BegunLoaders, take_first_step
+from lightning_3d.strategy.setup.begun import BegunLoaders
 from lightning_3d.strategy.setup.optimizers import check_separable, reads_loss
-from lightning_3d.strategy.setup.pretrained import read_pretrained
-from lightning_3d.strategy.setup.refusals import refuse_own_training
-from lightning_3d.strategy.steps.evaluation import Evaluator
-from lightning_3d.strategy.steps.runner import BatchRunner
-from lightning_3d.strategy.steps.runners import make_runner, relay_of
+
+# What only a run needs is imported when it begins: naming the strategy should cost a program little.
+if TYPE_CHECKING:
+    from lightning_3d.initial.replay import InitTape
+    from lightning_3d.strategy.life import AppliedModule
+    from lightning_3d.strategy.logging.logged import LoggedValues
+    from lightning_3d.strategy.steps.evaluation import Evaluator
+    from lightning_3d.strategy.steps.runner import BatchRunner
 
 
 class Mesh3DStrategy(ExplainingStrategy):
@@ -140,6 +127,9 @@ class Mesh3DStrategy(ExplainingStrategy):
     @override
     def model_sharded_context(self) -> Iterator[None]:
         """Around ``configure_model``: builds on the meta device and records how parameters are initialised."""
+        from lightning_3d.initial.record import InitRecorder
+        from lightning_3d.strategy.life import check_untouched
+
         recorder = InitRecorder(self._on_mesh.seed)
         with recorder:
             yield
@@ -153,29 +143,26 @@ class Mesh3DStrategy(ExplainingStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
+        from lightning_3d.strategy.life import optimizer_parameters, watch_module
+        from lightning_3d.strategy.logging.logged import LoggedValues
+        from lightning_3d.strategy.logging.metrics import MetricDoors
+        from lightning_3d.strategy.run import evaluate_without_inference_mode
+        from lightning_3d.strategy.setup.pretrained import read_pretrained
+        from lightning_3d.strategy.steps.evaluation import Evaluator
+        from lightning_3d.strategy.steps.runners import make_runner, relay_of
+
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         evaluate_without_inference_mode(trainer)
         self._on_mesh.dealer.take_over(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            for owner in (self.lightning_module, getattr(trainer, "datamodule", None)):
-                self._on_mesh.checkpoints.check_hyper_parameters(owner)
+            datamodule = getattr(trainer, "datamodule", None)
+            self._on_mesh.checkpoints.check_hyper_parameters(self.lightning_module, datamodule)
         run, before, applied = self._on_mesh, self._applied, self._apply()
         # One that ran before, or that a checkpoint was loaded into, has its weights.
         if applied is not before:
             read_pretrained(applied, self.config, run.world_group)
-        replay = ReplayOptions(compile=self.config.compile) if self.config.replay else None
-        watch_calls(
-            applied.module,
-            applied.plan,
-            applied.engine,
-            run.streams,
-            replay=replay,
-            activation_checkpointing=self.config.activation_checkpointing,
-            compile=self.config.compile,
-        )
-        if self._layer_sync is not None and self.data_size > 1:
-            normalise_over_ranks(applied.module, run.data_group)
+        watch_module(applied, run, self.config, normalise=self._layer_sync is not None)
         applied.doors.open()
         run.callbacks.open(trainer)
         relay = relay_of(applied, run)
@@ -206,6 +193,11 @@ class Mesh3DStrategy(ExplainingStrategy):
 
     def _apply(self) -> AppliedModule:
         """Makes the connected module this rank's part of it, once in its life."""
+        from lightning_3d.batches.micro import MicroBatches
+        from lightning_3d.strategy.life import apply_module
+        from lightning_3d.strategy.setup.first_step import take_first_step
+        from lightning_3d.strategy.setup.refusals import refuse_own_training
+
         module = self.lightning_module
         assert module is not None
         pipelined = self.mesh_spec.pipeline > 1
@@ -213,10 +205,11 @@ class Mesh3DStrategy(ExplainingStrategy):
             refuse_own_training(module)
         if self._applied is None or self._applied.module is not module:
             step = None
-            if self.mesh_spec.size(MODEL_GROUP) > 1:
+            if self.mesh_spec.size(MODEL_GROUP) > 1 or self.counts_flops:
                 cut = MicroBatches(module, self.config) if pipelined else None
                 step = take_first_step(module, self._on_mesh, self._precision, data_rank=self.data_rank, cut=cut)
                 self._on_mesh.same_batches.shapes(step.args[0])
+                self._count_flops(module, step)
                 # Not the step itself: its batch must not live as long as the run.
                 self._begun_loaders = step.begun
             self._applied = apply_module(
@@ -229,8 +222,7 @@ class Mesh3DStrategy(ExplainingStrategy):
                 step=step,
             )
             self._tape = None
-            if self.config.explain:
-                rank_zero_info("the plan of this run\n%s", self.explain())
+            self._explain_if_asked()
         return self._applied
 
     @property
@@ -243,6 +235,8 @@ class Mesh3DStrategy(ExplainingStrategy):
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
+        from lightning_3d.strategy.life import check_optimizers
+
         self._reset_optimizers_and_schedulers()
         applied = self._module_on_mesh
         with applied.doors.absent.shown(self.root_device):
@@ -258,6 +252,8 @@ class Mesh3DStrategy(ExplainingStrategy):
 
     @override
     def teardown(self) -> None:
+        from lightning_3d.plan import unwatch_calls
+
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         if self._applied is not None:
@@ -305,7 +301,8 @@ class Mesh3DStrategy(ExplainingStrategy):
             result = closure()
             self._steps.before_optimizer_step()
             if self._on_mesh.finite.looks:
-                self._look_for_nonfinite(result, optimizer)
+                unscaled = self._precision.scaler is None
+                self._on_mesh.finite.look(result, self._module_on_mesh.module, optimizer, gradients=unscaled)
             if isinstance(result, Tensor) and reads_loss(optimizer):
                 return self._on_mesh.collectives.reduce(result, None, "mean")
             return result
@@ -313,12 +310,6 @@ class Mesh3DStrategy(ExplainingStrategy):
         stepped = super().optimizer_step(optimizer, divided, model, **kwargs)
         self._steps.after_optimizer_step()
         return stepped
-
-    def _look_for_nonfinite(self, loss: Any, optimizer: Optimizer) -> None:
-        module, own = self._module_on_mesh.module, {id(each) for each in optimizer_parameters([optimizer])}
-        stepped = {name: parameter for name, parameter in module.named_parameters() if id(parameter) in own}
-        scaled = self._precision.scaler is not None
-        self._on_mesh.finite.look(loss, stepped, module.global_step, gradients=not scaled)
 
     @contextmanager
     @override
@@ -355,12 +346,6 @@ class Mesh3DStrategy(ExplainingStrategy):
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
-
-    @override
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        # A search for a learning rate trains with a callback of its own.
-        self._on_mesh.callbacks.open(self._module_on_mesh.module.trainer)
 
     # ---- what must be equal ----
 

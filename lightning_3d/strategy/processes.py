@@ -8,7 +8,7 @@ import time
 from abc import abstractmethod
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -33,15 +33,11 @@ from lightning_3d.mesh.spec import MODEL_GROUP, MeshSpec
 from lightning_3d.precision import Mesh3DPrecision
 from lightning_3d.strategy.faults.memory import is_out_of_memory, memory_hint
 from lightning_3d.strategy.faults.positions import Doing, tell_first
-from lightning_3d.strategy.faults.replicas import share_generators
-from lightning_3d.strategy.faults.restarts import Restarts
-from lightning_3d.strategy.launch.launcher import Mesh3DLauncher, check_started, end_earlier_job
-from lightning_3d.strategy.launch.meeting import lends_store, meet
-from lightning_3d.strategy.launch.spawning import Mesh3DProcessLauncher, start_method
-from lightning_3d.strategy.run import RunOnMesh, whole_world
-from lightning_3d.strategy.setup.callbacks import refuse_callbacks
-from lightning_3d.strategy.setup.program import check_same_program
-from lightning_3d.strategy.setup.refusals import refuse_compiled
+
+# What only a run needs is imported when it begins: naming the strategy should cost a program little.
+if TYPE_CHECKING:
+    from lightning_3d.strategy.faults.restarts import Restarts
+    from lightning_3d.strategy.run import RunOnMesh
 
 # Far longer than gloo's threads need, far shorter than a person notices.
 _SECONDS_FOR_LAST_FREES = 0.1
@@ -143,6 +139,8 @@ class MeshStrategy(ParallelStrategy):
 
     @_lightning_module.setter
     def _lightning_module(self, module: LightningModule | None) -> None:
+        from lightning_3d.strategy.setup.refusals import refuse_compiled
+
         # The first that a strategy sees of a run; Lightning itself would refuse it next, without a way out.
         if module is not None:
             refuse_compiled(module)
@@ -169,6 +167,8 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
+        from lightning_3d.strategy.launch.launcher import check_started, end_earlier_job
+
         assert self.cluster_environment is not None
         end_earlier_job()
         check_started(self.cluster_environment, self.num_processes, self.num_nodes)
@@ -183,6 +183,9 @@ class MeshStrategy(ParallelStrategy):
 
     def _own_launcher(self, environment: ClusterEnvironment) -> _Launcher:
         """What starts the processes where nothing outside does."""
+        from lightning_3d.strategy.launch.launcher import Mesh3DLauncher
+        from lightning_3d.strategy.launch.spawning import Mesh3DProcessLauncher, start_method
+
         method = start_method(self.config.start_method)
         if method == NEW_PROGRAMS:
             return Mesh3DLauncher(environment, self.num_processes, self.num_nodes)
@@ -198,6 +201,13 @@ class MeshStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
+        from lightning_3d.strategy.faults.replicas import share_generators
+        from lightning_3d.strategy.faults.restarts import Restarts
+        from lightning_3d.strategy.launch.meeting import lends_store, meet
+        from lightning_3d.strategy.run import RunOnMesh, whole_world
+        from lightning_3d.strategy.setup.callbacks import refuse_callbacks
+        from lightning_3d.strategy.setup.program import check_same_program
+
         super().setup_environment()
         self.set_world_ranks()
         assert self.cluster_environment is not None

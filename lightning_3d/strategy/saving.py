@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
@@ -19,21 +19,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_3d.checkpoint.absent import is_absent, unknown
-from lightning_3d.checkpoint.gathering import full_state_dict, gather_named, gather_whole, with_other_state
-from lightning_3d.checkpoint.layout import as_saved, canonical, module_state
-from lightning_3d.checkpoint.members import Members, members_of
-from lightning_3d.checkpoint.optimizers import optimizer_state
-from lightning_3d.checkpoint.report import LoadReport
 from lightning_3d.errors import CheckpointError, ModuleError
-from lightning_3d.initial.broadcast import BufferBroadcast
-from lightning_3d.log import get_logger
+from lightning_3d.log import get_logger, told_if_slow
 from lightning_3d.shards.hook_values import without_hook_values
-from lightning_3d.strategy.data.places import with_marks, without_marks
 from lightning_3d.strategy.faults.positions import during
-from lightning_3d.strategy.faults.signals import path_at_signal
-from lightning_3d.strategy.life import AppliedModule
 from lightning_3d.strategy.processes import MeshStrategy
+
+# What only a run needs is imported when it begins: naming the strategy should cost a program little.
+if TYPE_CHECKING:
+    from lightning_3d.checkpoint.members import Members
+    from lightning_3d.checkpoint.report import LoadReport
+    from lightning_3d.strategy.life import AppliedModule
 
 _log = get_logger(__name__)
 
@@ -59,6 +55,8 @@ class SavingStrategy(MeshStrategy):
     @without_hook_values()
     def full_state_dict(self) -> dict[str, Any]:
         """Returns the module's whole state on the CPU, on every rank. Every rank must call it."""
+        from lightning_3d.checkpoint.gathering import full_state_dict
+
         self._stop_with_all()
         applied = self._module_on_mesh
         self._bring_buffers(applied)
@@ -77,6 +75,9 @@ class SavingStrategy(MeshStrategy):
         Raises:
             CheckpointError: No rank has values of it.
         """
+        from lightning_3d.checkpoint.absent import is_absent
+        from lightning_3d.checkpoint.gathering import gather_whole
+
         applied = self._module_on_mesh
         held = _held(name, tensor, applied)
         found: Tensor = gather_whole({name: held}, True, {}, applied.presence)[name]
@@ -91,6 +92,9 @@ class SavingStrategy(MeshStrategy):
         Args:
             tensors: By the names of their parameters, as this rank holds them.
         """
+        from lightning_3d.checkpoint.absent import is_absent
+        from lightning_3d.checkpoint.gathering import gather_named
+
         applied = self._module_on_mesh
         held = {name: _held(name, tensor, applied) for name, tensor in tensors.items()}
         whole = gather_named(held, applied.presence)
@@ -100,6 +104,8 @@ class SavingStrategy(MeshStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Saves where a signal ends the run and nobody else saves; then lets the other ranks know."""
+        from lightning_3d.strategy.faults.signals import path_at_signal
+
         module = self.lightning_module
         trainer = None if module is None else module._trainer
         if isinstance(exception, SIGTERMException) and trainer is not None and self._answered is not exception:
@@ -150,6 +156,8 @@ class SavingStrategy(MeshStrategy):
     @staticmethod
     def _bring_buffers(applied: AppliedModule) -> None:
         """Makes the module's state the same on all ranks that hold it: buffers as the ranks have them that count."""
+        from lightning_3d.initial.broadcast import BufferBroadcast
+
         applied.engine.rest()
         applied.share_buffers()
         if applied.presence is not None:
@@ -175,6 +183,8 @@ class SavingStrategy(MeshStrategy):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Makes the optimizers, and notes what they step, here and elsewhere."""
+        from lightning_3d.checkpoint.members import members_of
+
         super().setup_optimizers(trainer)
         applied = self._module_on_mesh
         if applied.presence is not None:
@@ -184,6 +194,9 @@ class SavingStrategy(MeshStrategy):
     @during("saving a checkpoint")
     @without_hook_values()
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        from lightning_3d.checkpoint.gathering import with_other_state
+        from lightning_3d.checkpoint.layout import module_state
+
         # The first that Lightning asks for when it saves.
         self._stop_with_all()
         applied = self._module_on_mesh
@@ -193,6 +206,8 @@ class SavingStrategy(MeshStrategy):
     @override
     @without_hook_values()
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        from lightning_3d.checkpoint.optimizers import optimizer_state
+
         plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         applied = self._module_on_mesh
         known = () if self._members is None else self._members[self.optimizers.index(plain)]
@@ -202,6 +217,8 @@ class SavingStrategy(MeshStrategy):
     @during("saving a checkpoint")
     @without_hook_values()
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        from lightning_3d.strategy.data.places import without_marks
+
         writer = self._own_io
         if storage_options is not None and writer is None:
             raise CheckpointError(
@@ -226,16 +243,19 @@ class SavingStrategy(MeshStrategy):
     @override
     @during("loading a checkpoint")
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        from lightning_3d.strategy.data.places import with_marks
+
         # Lightning loads before setup. The module is cut now, so that each rank reads its own part only.
         applied = self._apply()
         applied.engine.rest()
-        checkpoint, places = self._on_mesh.checkpoints.open(
-            str(checkpoint_path),
-            applied.module,
-            applied.layouts,
-            weights_only=weights_only,
-            reader=self._own_io,
-        )
+        with told_if_slow(f"reading {checkpoint_path}", rank_zero_info):
+            checkpoint, places = self._on_mesh.checkpoints.open(
+                str(checkpoint_path),
+                applied.module,
+                applied.layouts,
+                weights_only=weights_only,
+                reader=self._own_io,
+            )
         with_marks(checkpoint.get("loops") or {}, places)
         self._on_mesh.places.resume(applied.module.trainer, places)
         return checkpoint
@@ -266,6 +286,8 @@ class SavingStrategy(MeshStrategy):
         self._on_mesh.checkpoints.begin_training(self._module_on_mesh.module.trainer)
         self._on_mesh.places.begin_training()
         self._listen()
+        # A search for a learning rate trains with a callback of its own.
+        self._on_mesh.callbacks.open(self._module_on_mesh.module.trainer)
 
     @override
     def on_validation_start(self) -> None:
@@ -315,4 +337,7 @@ class SavingStrategy(MeshStrategy):
 
 def _held(name: str, tensor: Tensor | None, applied: AppliedModule) -> Any:
     """What this rank has of a parameter's tensor, as a checkpoint holds it."""
+    from lightning_3d.checkpoint.absent import unknown
+    from lightning_3d.checkpoint.layout import as_saved, canonical
+
     return unknown() if tensor is None else as_saved(tensor.detach(), applied.layouts.get(canonical(name)))

@@ -8,135 +8,118 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from torch import nn
 
 from lightning_3d import Mesh3DStrategy
-from lightning_3d.reference.gpt import GPT
-from tests.benchmarks.paired import HEADER, Comparison, Side, Turns
+from tests.benchmarks.loops import (
+    CLIP,
+    CpuFSDP,
+    Loop,
+    Size,
+    ddp,
+    deepspeed_loop,
+    fsdp2,
+    hand_loop,
+    has_deepspeed,
+    trainer_loop,
+)
+from tests.benchmarks.paired import HEADER, Comparison, Turns
 from tests.spmd.pool import run_spmd
 
-VOCABULARY, LENGTH, SAMPLES, CLIP, RATE = 256, 128, 8, 1.0, 1e-3
 WARM_UP = 10
+SIZE = Size()
 
 
-class Model(L.LightningModule):
-    """A small GPT in a plain LightningModule."""
+@dataclass(frozen=True)
+class Pair:
+    """Two ways to train the same model.
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.model = GPT(vocab_size=VOCABULARY, hidden_size=192, num_layers=4, num_heads=6, max_length=LENGTH)
+    Attributes:
+        title: What is compared.
+        world: Processes.
+        ours: Arguments of Mesh3DStrategy.
+        target: The ratio of wall times to reach.
+        clip: The norm that both sides clip by; None where the other side cannot.
+    """
 
-    def training_step(self, ids: Tensor, batch_idx: int) -> Tensor:
-        return loss_of(self.model, ids)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=RATE)
-
-
-def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
-    """Next-token cross-entropy."""
-    return cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
-
-
-def batches(rank: int, count: int) -> list[Tensor]:
-    """Batches of one rank."""
-    generator = torch.Generator().manual_seed(rank)
-    return [torch.randint(0, VOCABULARY, (SAMPLES, LENGTH), generator=generator) for _ in range(count)]
+    title: str
+    world: int
+    ours: dict[str, Any]
+    target: float
+    clip: float | None = CLIP
 
 
-def lightning_loop(strategy: Strategy, rank: int, world: int) -> Callable[[Side], None]:
-    """Returns a loop that is a Trainer with some strategy."""
-
-    def loop(side: Side) -> None:
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=world,
-            strategy=strategy,
-            max_epochs=1,
-            gradient_clip_val=CLIP,
-            callbacks=[side.callback()],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
-        )
-        data: Any = batches(rank, side.turns.steps)
-        trainer.fit(Model(), DataLoader(data, batch_size=None))
-
-    return loop
+PAIRS = {
+    "ddp": Pair("zero_stage=0, Lightning's DDPStrategy", 2, {"zero_stage": 0}, 1.00),
+    "ddp_by_hand": Pair("zero_stage=0, hand-written DistributedDataParallel loop", 2, {"zero_stage": 0}, 1.03),
+    "fsdp": Pair("zero_stage=3, Lightning's FSDPStrategy, no clipping", 2, {"zero_stage": 3}, 1.00, clip=None),
+    "model_parallel": Pair(
+        "zero_stage=3, Lightning's ModelParallelStrategy, hand-written plan", 2, {"zero_stage": 3}, 1.00
+    ),
+    "fsdp2_by_hand": Pair("zero_stage=3, hand-written FSDP2 loop", 2, {"zero_stage": 3}, 1.00),
+    "deepspeed1": Pair("zero_stage=1, DeepSpeed stage 1", 2, {"zero_stage": 1}, 1.00),
+    "deepspeed2": Pair("zero_stage=2, DeepSpeed stage 2", 2, {"zero_stage": 2}, 1.00),
+    "deepspeed3": Pair("zero_stage=3, DeepSpeed stage 3", 2, {"zero_stage": 3}, 1.00),
+    "single": Pair("one process, Lightning's SingleDeviceStrategy", 1, {}, 1.02),
+}
 
 
-def fsdp_loop(rank: int, world: int) -> Callable[[Side], None]:
-    """Returns a hand-written loop around torch's fully_shard, blocks and root, as its documentation shows."""
-
-    def loop(side: Side) -> None:
-        model = Model().model
-        mesh = init_device_mesh("cpu", (world,))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-        for ids in batches(rank, side.turns.steps):
-            loss_of(model, ids).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-            optimizer.step()
-            optimizer.zero_grad()
-            side.step_ended()
-
-    return loop
+def other(name: str, rank: int, world: int, size: Size) -> Loop:
+    """Returns the loop that ours is compared with."""
+    if name.startswith("deepspeed"):
+        return deepspeed_loop(int(name.removeprefix("deepspeed")), rank, size)
+    if name == "ddp_by_hand":
+        return hand_loop(ddp, rank, size)
+    if name == "fsdp2_by_hand":
+        return hand_loop(fsdp2(world), rank, size)
+    strategy: Any = {
+        "ddp": DDPStrategy,
+        "fsdp": lambda: CpuFSDP(auto_wrap_policy={_block_type(size)}),
+        "model_parallel": lambda: ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1),
+        "single": lambda: SingleDeviceStrategy(device=torch.device("cpu")),
+    }[name]()
+    return trainer_loop(strategy, rank, world, size, clip=PAIRS[name].clip)
 
 
-def measure(rank: int, world: int, name: str, steps: int) -> list[tuple[float, float, float, float]]:
+def _block_type(size: Size) -> type[nn.Module]:
+    return type(size.model().blocks[0])
+
+
+def measure(rank: int, world: int, name: str, steps: int, size: Size) -> list[tuple[float, float, float, float]]:
     """Runs one comparison on this rank and returns the times of its steps."""
     turns = Turns(steps + WARM_UP, WARM_UP)
-    loops: dict[str, Callable[[], tuple[Callable[[Side], None], Callable[[Side], None]]]] = {
-        "single": lambda: (
-            lightning_loop(Mesh3DStrategy(), rank, world),
-            lightning_loop(SingleDeviceStrategy(device=torch.device("cpu")), rank, world),
-        ),
-        "ddp": lambda: (
-            lightning_loop(Mesh3DStrategy(zero_stage=0), rank, world),
-            lightning_loop(DDPStrategy(), rank, world),
-        ),
-        "fsdp": lambda: (lightning_loop(Mesh3DStrategy(zero_stage=3), rank, world), fsdp_loop(rank, world)),
-    }
-    turns.run(loops[name]())
+    pair = PAIRS[name]
+    ours = trainer_loop(Mesh3DStrategy(**pair.ours), rank, world, size, clip=pair.clip)
+    turns.run((ours, other(name, rank, world, size)))
     if dist.is_initialized():
         dist.barrier()
     return turns.times()
-
-
-COMPARISONS = {
-    "ddp": ("zero_stage=0, Lightning's DDPStrategy", 2, 1.00),
-    "fsdp": ("zero_stage=3, hand-written FSDP2 loop", 2, 1.00),
-    "single": ("one process, Lightning's SingleDeviceStrategy", 1, 1.02),
-}
 
 
 def main() -> int:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=121, help="timed steps of each loop")
-    parser.add_argument("--only", choices=COMPARISONS, help="one comparison")
+    parser.add_argument("--only", choices=PAIRS, help="one comparison")
     options = parser.parse_args()
     print(HEADER, flush=True)
-    for name, (title, world, target) in COMPARISONS.items():
-        if options.only in (None, name):
-            rows = run_spmd(measure, world, name, options.steps, timeout=600)[0]
-            print(Comparison(title, target, rows).line(), flush=True)
+    left_out = []
+    for name, pair in PAIRS.items():
+        if options.only not in (None, name):
+            continue
+        if name.startswith("deepspeed") and not has_deepspeed():
+            left_out.append(pair.title)
+            continue
+        rows = run_spmd(measure, pair.world, name, options.steps, SIZE, timeout=600)[0]
+        print(Comparison(pair.title, pair.target, rows).line(), flush=True)
+    if left_out:
+        print(f"\nNot installed, so not compared: {'; '.join(left_out)}.")
     return 0
 
 

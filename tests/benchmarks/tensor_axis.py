@@ -29,13 +29,16 @@ TITLES = {"by hand": "hand-written Megatron blocks", "styles": "torch's ColwiseP
 
 
 def with_styles(size: Size, mesh: DeviceMesh) -> nn.Module:
-    """Returns blocks under torch's parallel styles, with local sizes where theirs must be."""
-    blocks = [Block(size.width, size.head) for _ in range(size.blocks)]
+    """Returns blocks under torch's parallel styles."""
+    return nn.Sequential(*(cut_by_styles(Block(size.width, size.head), mesh) for _ in range(size.blocks)))
+
+
+def cut_by_styles(block: Block, mesh: DeviceMesh) -> Block:
+    """Cuts a block by torch's parallel styles, with local sizes where theirs must be."""
     plan: dict[str, Any] = dict.fromkeys(COLUMNS, ColwiseParallel()) | dict.fromkeys(ROWS, RowwiseParallel())
-    for block in blocks:
-        parallelize_module(block, mesh, plan)
-        block.attend = _local_attention(block)  # type: ignore[method-assign]
-    return nn.Sequential(*blocks)
+    parallelize_module(block, mesh, plan)
+    block.attend = _local_attention(block)  # type: ignore[method-assign]
+    return block
 
 
 def _local_attention(block: Block) -> Callable[[Tensor], Tensor]:

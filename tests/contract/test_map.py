@@ -1,5 +1,6 @@
 from pathlib import Path
 
+from tests.contract.house import PAGE, house_text
 from tests.contract.map import MAP, map_text
 
 
@@ -28,3 +29,7 @@ def test_map_takes_the_first_words_of_a_file(tmp_path: Path) -> None:
     assert "| `c.yaml` | `torch.optim.AdamW` |" in lines
     assert not any("test_a.py" in line for line in lines)
     assert not any("empty.py" in line for line in lines)
+
+
+def test_house_is_of_these_floors() -> None:
+    assert PAGE.read_text() == house_text(), "run: python -m tests.contract.house"

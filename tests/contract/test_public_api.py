@@ -71,8 +71,10 @@ def test_public_name_is_there(name: str) -> None:
     assert getattr(lightning_3d, name) is not None
 
 
-def test_verify_is_a_package_that_holds_the_function() -> None:
+def test_verify_is_a_package_and_is_called_as_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
     assert callable(lightning_3d.verify.verify)
+    monkeypatch.setattr("lightning_3d.verify.verifier.verify", lambda *args, **options: (args, options))
+    assert lightning_3d.verify("make", "data", layers=2) == (("make", "data"), {"layers": 2})
     assert set(lightning_3d.verify.__all__) == {"Certificate", "run", "verify"}
     with pytest.raises(AttributeError, match=r"module 'lightning_3d.verify' has no attribute 'certify'"):
         lightning_3d.verify.certify  # noqa: B018

@@ -30,7 +30,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
     [
         (["train", "recipe=demo"], "train", ["recipe=demo"]),
         (["doctor"], "doctor", []),
-        (["train", "--help"], "train", ["--help"]),
+        (["train", "--hydra-help"], "train", ["--hydra-help"]),
+        (["convert", "--help"], "convert", ["--help"]),
         (["recipe=demo", "strategy.zero_stage=3"], "train", ["recipe=demo", "strategy.zero_stage=3"]),
         (["-m", "seed=1,2"], "train", ["-m", "seed=1,2"]),
         (["--config-dir", "my", "model=mine"], "train", ["--config-dir", "my", "model=mine"]),

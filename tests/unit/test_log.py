@@ -1,8 +1,10 @@
 import logging
+import threading
+import time
 
 import pytest
 
-from lightning_3d.log import get_logger, info_once, process_rank
+from lightning_3d.log import get_logger, info_once, process_rank, told_if_slow
 
 _VARIABLES = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
 
@@ -40,3 +42,34 @@ def test_only_rank_0_speaks(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
 
 def test_loggers_bring_no_handler() -> None:
     assert get_logger("lightning_3d.test").handlers == []
+
+
+def test_what_is_quick_is_not_told() -> None:
+    told: list[str] = []
+    before = threading.active_count()
+    with told_if_slow("reading", told.append):
+        pass
+    assert told == []
+    assert threading.active_count() == before
+
+
+def test_what_is_slow_is_told_while_it_lasts_and_at_its_end() -> None:
+    told: list[str] = []
+    with told_if_slow("reading", told.append, after=0.01):
+        time.sleep(0.1)
+        assert told == ["reading ..."]
+    assert len(told) == 2
+    assert told[1].startswith("reading took 0.")
+
+
+def test_what_fails_has_no_end_to_tell() -> None:
+    told: list[str] = []
+
+    def read() -> None:
+        with told_if_slow("reading", told.append, after=0.01):
+            time.sleep(0.1)
+            raise ValueError("no file")
+
+    with pytest.raises(ValueError, match="no file"):
+        read()
+    assert told == ["reading ..."]

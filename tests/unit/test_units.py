@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_3d.units import counted, format_bytes, format_count, format_gb, format_seconds
+from lightning_3d.units import counted, format_bytes, format_count, format_flops, format_gb, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -16,6 +16,14 @@ def test_bytes(count: float, text: str) -> None:
 )
 def test_counts(count: float, text: str) -> None:
     assert format_count(count) == text
+
+
+@pytest.mark.parametrize(
+    ("flops", "text"),
+    [(0, "0.0 FLOP/s"), (258400, "258.4 kFLOP/s"), (1.25e9, "1.2 GFLOP/s"), (312e12, "312.0 TFLOP/s")],
+)
+def test_operations_per_second(flops: float, text: str) -> None:
+    assert format_flops(flops) == text
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,15 @@ class PipelineEngine:
         """The stages of this rank, in model order."""
         return tuple(module for _, module in sorted(self._stages.items()))
 
+    @property
+    def buffers(self) -> list[Tensor]:
+        """What its schedules receive in: one for each micro-batch."""
+        stages = [stage for made, _ in self._schedules.values() for stage in made]
+        infos = [
+            info for stage in stages for each in (stage.args_recv_info, stage.grad_recv_info) for info in each.values()
+        ]
+        return [info.buffer for row in infos for info in row if info.buffer is not None]
+
     def train(
         self, step: Callable[[int], Any], loss: Callable[[int, Any], Tensor], signatures: Sequence[Hashable]
     ) -> dict[int, Any]:

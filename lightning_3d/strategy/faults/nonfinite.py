@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_3d.errors import NonFiniteError
 from lightning_3d.gradients import local_gradients
@@ -38,19 +40,21 @@ class FiniteCheck:
         """Whether it looks at anything."""
         return self._policy != NONE
 
-    def look(self, loss: Any, parameters: Mapping[str, Tensor], step: int, *, gradients: bool = True) -> None:
+    def look(self, loss: Any, module: LightningModule, optimizer: Optimizer, *, gradients: bool = True) -> None:
         """Looks before hooks and clipping do, if it `looks`. A collective.
 
         Args:
             loss: What the closure has returned.
-            parameters: What the optimizer steps, by name, as this rank has it.
-            step: Number of the step, for the text.
+            module: The module, as this rank has it.
+            optimizer: What steps some of its parameters next.
             gradients: Whether gradients count: under a loss scale they may overflow, and the scaler leaves out steps.
 
         Raises:
             NonFiniteError: On every rank, with the first rank and parameter, if the policy is "raise".
         """
         self._leaves_out = False
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        parameters = {name: each for name, each in module.named_parameters() if id(each) in stepped}
         found = self._found(loss, parameters if gradients else {})
         rank, world = self._group.rank(), self._group.size()
         first = torch.tensor(world if found is None else rank, device=self._device)
@@ -65,7 +69,7 @@ class FiniteCheck:
         where = (
             f"rank {int(first)} (data rank {place.data}, pipeline rank {place.pipeline}, tensor rank {place.tensor})"
         )
-        fact = f"{told[0]} is not finite in step {step}, first on {where}."
+        fact = f"{told[0]} is not finite in step {module.global_step}, first on {where}."
         if self._policy == RAISE:
             raise NonFiniteError(
                 fact,

@@ -25,6 +25,7 @@ from lightning_3d.graph.quiet import quiet
 from lightning_3d.precision import Mesh3DPrecision
 from lightning_3d.strategy.faults.replicas import share_generators
 from lightning_3d.strategy.run import RunOnMesh
+from lightning_3d.strategy.setup.begun import BegunLoaders
 
 _STAGES: Mapping[TrainerFn, str] = {
     TrainerFn.FITTING: "training",
@@ -38,22 +39,6 @@ _LOOPS: Mapping[str, str] = {
     "test": "test_loop",
     "predict": "predict_loop",
 }
-
-
-class BegunLoaders:
-    """Loaders of which a batch was taken that cannot begin anew, until the run uses them."""
-
-    def __init__(self) -> None:
-        self._begun: dict[int, tuple[Any, Any]] = {}
-
-    def keep(self, given: Any, begun: Any) -> None:
-        """Remembers what begins with the batch that was taken out of a loader."""
-        self._begun[id(given)] = (given, begun)
-
-    def take(self, given: Any) -> Any:
-        """Returns the loader to use in place of ``given``: one that begins with the batch that was taken out of it."""
-        _, begun = self._begun.pop(id(given), (None, given))
-        return begun
 
 
 class FirstStep:

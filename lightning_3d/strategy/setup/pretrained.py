@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from lightning_3d.checkpoint.agreement import gather
 from lightning_3d.checkpoint.pretrained import load_pretrained
 from lightning_3d.config.schema import StrategyConfig
+from lightning_3d.log import told_if_slow
 from lightning_3d.strategy.life import AppliedModule
 
 _Pairs = Sequence[tuple[Tensor, Tensor]]
@@ -36,13 +37,14 @@ def read_pretrained(applied: AppliedModule, config: StrategyConfig, group: dist.
         return
     applied.engine.rest()
     copies = [pairs for pairs in applied.copies.pairs() if _are_equal(pairs, group)]
-    report = load_pretrained(
-        applied.module,
-        Path(config.pretrained).expanduser().absolute(),
-        strict=config.pretrained_strict,
-        group=group if group.size() > 1 else None,
-        layouts=applied.layouts,
-    )
+    with told_if_slow(f"reading {config.pretrained}", rank_zero_info):
+        report = load_pretrained(
+            applied.module,
+            Path(config.pretrained).expanduser().absolute(),
+            strict=config.pretrained_strict,
+            group=group if group.size() > 1 else None,
+            layouts=applied.layouts,
+        )
     with torch.no_grad():
         for pairs in copies:
             for copied, original in pairs:

@@ -73,6 +73,24 @@ def test_threads(environment: dict[str, str], level: Level) -> None:
 
 
 @pytest.mark.parametrize(
+    ("environment", "fixes"),
+    [
+        ({}, [""]),
+        ({"NCCL_P2P_DISABLE": "0", "TORCH_DISTRIBUTED_DEBUG": "INFO"}, [""]),
+        ({"NCCL_P2P_DISABLE": "1", "NCCL_DEBUG": "INFO"}, ["unset NCCL_P2P_DISABLE"]),
+        (
+            {"CUDA_LAUNCH_BLOCKING": "1", "NCCL_IB_DISABLE": "1"},
+            ["unset NCCL_IB_DISABLE", "unset CUDA_LAUNCH_BLOCKING"],
+        ),
+    ],
+)
+def test_variables_that_slow_down_are_noted(environment: dict[str, str], fixes: list[str]) -> None:
+    findings = checks.check_slowing(environment)
+    _levels(findings)
+    assert [finding.fix for finding in findings] == fixes
+
+
+@pytest.mark.parametrize(
     ("soft", "hard", "fix"),
     [(1024, -1, "ulimit -n 65536"), (1024, 2048, "ulimit -n 2048"), (20000, 20000, ""), (-1, -1, "")],
 )

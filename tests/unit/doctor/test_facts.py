@@ -6,7 +6,6 @@ from lightning_3d import doctor
 from lightning_3d.doctor import facts
 from lightning_3d.doctor.checks import check_all
 from lightning_3d.doctor.findings import Level, note, ok, problem, table
-from lightning_3d.errors import ConfigError
 
 
 @pytest.mark.parametrize(("text", "number"), [("1024\n", 1024), ("max\n", None), (None, None)])
@@ -59,8 +58,3 @@ def test_exit_code_is_1_for_a_problem(
     monkeypatch.setattr(doctor, "check_all", lambda _: findings)
     assert doctor.run([]) == code
     assert "ok       a" in capsys.readouterr().out
-
-
-def test_arguments_are_refused() -> None:
-    with pytest.raises(ConfigError, match="takes no arguments"):
-        doctor.run(["recipe=demo"])

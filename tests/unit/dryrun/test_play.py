@@ -18,6 +18,8 @@ from lightning_3d.dryrun.memory import FakeMemory
 from lightning_3d.dryrun.planned import enough_microbatches
 from lightning_3d.errors import ModuleError
 from lightning_3d.mesh.spec import MeshSpec
+from lightning_3d.planner.decoder import decoder_model
+from lightning_3d.planner.shapes import DecoderShape
 from tests.marks import more
 
 WIDTH, LAYERS, SAMPLES = 32, 4, 12
@@ -76,22 +78,26 @@ def test_ddp_is_priced_and_its_buckets_stay() -> None:
 
 @pytest.mark.parametrize(
     ("mesh", "strategy"),
-    [((4, 1), {"zero_stage": 3}), more((1, 2), {}), more((2, 2), {"zero_stage": 2})],
+    [((4, 1), {"zero_stage": 3}), ((1, 4), {}), more((2, 2), {"zero_stage": 2}), more((2, 4), {"zero_stage": 3})],
 )
 def test_microbatches_that_are_not_played_are_counted(mesh: tuple[int, int], strategy: dict[str, Any]) -> None:
     one = training(*mesh, num_microbatches=12, **strategy)
-    (few, every) = (dry_run(one, [one.mesh.at()], all_microbatches=wanted).ranks[0] for wanted in (False, True))
-    assert few.traffic.rows == every.traffic.rows
-    # The numbers of micro-batches and their losses.
-    assert abs(few.peak.peak.size - every.peak.peak.size) <= 12 * 16
-    assert few.in_flight == every.in_flight
+    every_stage = [one.mesh.at(pipeline=rank) for rank in range(mesh[1])]
+    played, whole = (dry_run(one, every_stage, all_microbatches=wanted).ranks for wanted in (False, True))
+    for few, every in zip(played, whole, strict=True):
+        assert few.traffic.rows == every.traffic.rows
+        # The numbers of micro-batches and their losses.
+        assert abs(few.peak.peak.size - every.peak.peak.size) <= 12 * 16
+        assert few.between_steps == every.between_steps
+        assert few.in_flight == every.in_flight
 
 
 def test_enough_microbatches() -> None:
-    assert enough_microbatches(StrategyConfig(), 64) == 3
-    assert enough_microbatches(StrategyConfig(pipeline_parallel_size=4), 64) == 6
-    assert enough_microbatches(StrategyConfig(pipeline_parallel_size=4), 5) == 5
-    assert enough_microbatches(StrategyConfig(pipeline_parallel_size=4, pipeline_schedule="gpipe"), 64) == 64
+    four = StrategyConfig(pipeline_parallel_size=4)
+    assert enough_microbatches(StrategyConfig(), 64, 0) == 3
+    assert [enough_microbatches(four, 64, rank) for rank in range(4)] == [5, 4, 3, 3]
+    assert enough_microbatches(four, 4, 0) == 4
+    assert enough_microbatches(StrategyConfig(pipeline_parallel_size=4, pipeline_schedule="gpipe"), 64, 3) == 64
 
 
 def test_representatives() -> None:
@@ -114,6 +120,15 @@ def test_the_report_as_text_and_as_data() -> None:
     data = report.as_data()
     assert data["mesh"] == {"data": 2, "pipeline": 2, "tensor": 1}
     assert [rank["peak_bytes"] for rank in data["ranks"]] == [rank.peak.peak.size for rank in report.ranks]
+
+
+def test_what_the_planner_cannot_price_is_told_in_one_line() -> None:
+    one_block = DecoderShape(layers=1, hidden=WIDTH, heads=1, kv_heads=1, ffn_hidden=WIDTH, vocab=8, sequence=8)
+    report = dry_run(training(1, 2, num_microbatches=2), price=lambda: decoder_model(one_block))
+    assert all(rank.beside is None for rank in report.ranks)
+    (note,) = report.notes
+    assert "1 blocks cannot fill 2 stages" in note
+    assert len(note.splitlines()) == 1
 
 
 def test_what_cannot_be_played() -> None:

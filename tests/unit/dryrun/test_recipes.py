@@ -14,6 +14,7 @@ import pytest
 from lightning_3d.config.search import recipe_files
 from lightning_3d.dryrun import run
 from lightning_3d.errors import ConfigError, MeshError
+from lightning_3d.planner.prediction import MEMORY_BAND
 from tests.marks import more
 
 GIB = 2**30
@@ -58,17 +59,19 @@ STAGE = (
     "strategy.tensor_parallel_size=8",
     "coordinates=[0,8,3]",
 )
+# CPU seconds with imports: it takes some twenty, and slow machines have to pass too.
+MOST_SECONDS = 60
 
 
-@pytest.mark.thorough
-@pytest.mark.timeout(1000)
-@pytest.mark.parametrize(("data", "ranks"), [(128, 16384), (1024, 131072)])
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("data", "ranks"), [(128, 16384), more(1024, 131072)])
 def test_a_stage_of_70b_on_many_ranks(data: int, ranks: int) -> None:
     overrides = (f"strategy.data_parallel_size={data}", f"batch.global_size={16 * data}")
-    report, _, memory = played(*STAGE, *overrides)
+    report, seconds, memory = played(*STAGE, *overrides, timeout=280)
     degrees = report["mesh"]
     assert degrees["data"] * degrees["pipeline"] * degrees["tensor"] == ranks
     assert memory < GIB
+    assert seconds < MOST_SECONDS
 
 
 def test_another_strategy_is_not_played() -> None:
@@ -100,3 +103,16 @@ def test_a_picture_is_drawn(name: str, tmp_path: Path, capsys: pytest.CaptureFix
     pytest.importorskip("matplotlib")
     assert run(["recipe=demo", "coordinates=[0,0,0]", f"picture={tmp_path / name}"]) == 0
     assert (tmp_path / name).stat().st_size > 10_000
+
+
+def test_the_planner_stands_beside_what_was_found() -> None:
+    report, _, _ = played("recipe=demo", "coordinates=[0,0,0]")
+    (rank,) = report["ranks"]
+    memory, sent = rank["planner"]["memory"], rank["planner"]["sent"]
+    assert memory["peak"]["found"] == rank["peak_bytes"]
+    assert memory["peak"]["predicted"] == pytest.approx(rank["peak_bytes"], rel=MEMORY_BAND)
+    for key in ("predicted", "found"):
+        assert memory["peak"][key] == pytest.approx(sum(one[key] for name, one in memory.items() if name != "peak"))
+    # Its 129 tokens cannot be cut in two, which the formulas do not know.
+    for one in (memory["parameters, optimizer"], sent["sent, data_parallel"]):
+        assert one["predicted"] == pytest.approx(one["found"], rel=MEMORY_BAND)

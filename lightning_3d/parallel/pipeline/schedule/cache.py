@@ -37,6 +37,10 @@ class RecentlyUsed(Generic[T]):
     def __contains__(self, key: Hashable) -> bool:
         return key in self._kept
 
+    def values(self) -> list[T]:
+        """Returns what is kept."""
+        return list(self._kept.values())
+
     def clear(self) -> None:
         """Forgets everything."""
         self._kept.clear()

@@ -16,6 +16,8 @@ _MEANINGS: Mapping[Kind, str] = MappingProxyType(
     {"F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights"}
 )
 _ROW_HEIGHT, _INCHES = 0.8, 12.0
+# Of small text, side by side in the whole width.
+_CHARACTERS = 150
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +129,10 @@ class Timeline:
             start, length = event.start - self.start, event.end - event.start
             color = _COLORS[event.action.kind]
             axes.barh(event.rank, length, _ROW_HEIGHT, left=start, color=color, edgecolor="white", linewidth=0.5)
-            if length > self.duration / 60:
-                axes.text(start + length / 2, event.rank, self._label(event.action), ha="center", va="center", size=7)
+            label = self._label(event.action)
+            if length > self.duration * len(label) / _CHARACTERS:
+                middle = start + length / 2
+                axes.text(middle, event.rank, label, ha="center", va="center", size=7)
         axes.set_yticks(range(self.ranks), [f"rank {rank}" for rank in range(self.ranks)])
         axes.invert_yaxis()
         axes.set_xlim(0, self.duration or 1.0)
