@@ -99,15 +99,15 @@ def _units_at_work(shared: Shared, case: Case, kind: Kind) -> tuple[float, float
     if not shared.software.shards_by_unit or mesh.shards == 1 or mesh.zero_stage == 0:
         return 0.0, 0.0
     tensor = mesh.tensor_parallel_size
-    block = shared.largest_block(tensor)
-    reducing = block * shared.reduced
+    block, travelling = shared.largest_block(tensor), shared.largest_block(tensor, mesh.shards)
+    reducing = travelling * shared.reduced
     if mesh.zero_stage < 3:
         return 0.0, reducing
     # The root is whole from the first forward to the last backward, and the head's gradient waits for the embedding's;
     # of the blocks, one is at work and the next one gathers.
     if kind.has_last:
         reducing += shared.model.last.parameters_on_rank(tensor) * shared.recipe.computed
-    return shared.ends(tensor, 1, kind) + 2 * block, reducing
+    return shared.ends(tensor, 1, kind) + block + travelling, reducing
 
 
 def _working(shared: Shared, case: Case, spans: Sequence[tuple[int, int]]) -> float:

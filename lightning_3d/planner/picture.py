@@ -36,7 +36,7 @@ _COLOURS: Mapping[str, str] = MappingProxyType(
         "fixed": "#7f7f7f",
     }
 )
-_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+_WHITE: Mapping[str, object] = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 # A part below this share of the longest bar is not in the legend.
 _SEEN = 0.002
 # Below this share of a device's memory, bars would be slivers beside it.

@@ -135,11 +135,14 @@ class Shared:
         prefix: list[float] = self._known[key]
         return prefix
 
-    def largest_block(self, tensor: int) -> float:
-        """Returns the elements of the largest block on a rank."""
-        key = ("largest", tensor)
+    def largest_block(self, tensor: int, shards: int = 1) -> float:
+        """Returns the elements of the largest block on a rank; padded, as it travels, for more than one shard."""
+        key = ("largest", tensor, shards)
         if key not in self._known:
-            self._known[key] = max(part.parameters_on_rank(tensor) for part in self.kinds)
+            self._known[key] = max(
+                part.parameters_on_rank(tensor) + (part.padding(tensor, shards) if shards > 1 else 0.0)
+                for part in self.kinds
+            )
         size: float = self._known[key]
         return size
 

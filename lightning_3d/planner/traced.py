@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from torch import nn
 
 from lightning_3d.plan.traced import TracedModel, TracedPart
-from lightning_3d.planner.model import BlockModel, Bytes, Part
+from lightning_3d.planner.model import BlockModel, Bytes, Matrix, Part
 
 # Of what a block keeps, the inputs and results of its norms stay whole on each tensor rank: four hidden states.
 _WHOLE_STATES = 4
@@ -31,7 +33,9 @@ def traced_model(traced: TracedModel, module: nn.Module, *, samples: int) -> Blo
     blocks = []
     for one in traced.blocks:
         key = (one.parameters, one.weight_flops, one.activation_flops, one.output, *one.kept.values())
-        blocks.append(known.setdefault(key, _block(one, samples)))
+        if key not in known:
+            known[key] = _block(one, samples, _matrices(module, one.name))
+        blocks.append(known[key])
     state = blocks[-1].state
     logits = traced.logits / 2 / samples
     last = Part(
@@ -57,12 +61,23 @@ def traced_model(traced: TracedModel, module: nn.Module, *, samples: int) -> Blo
     return BlockModel(blocks=tuple(blocks), first=first, last=last, heads=_heads(module))
 
 
-def _block(one: TracedPart, samples: int) -> Part:
+def _matrices(module: nn.Module, name: str) -> tuple[Matrix, ...]:
+    """The parameters of a block, whose rows the data axis pads. What the tensor axis cuts of them is not known."""
+    try:
+        block = module.get_submodule(name)
+    except AttributeError:
+        return ()
+    shapes = Counter(tuple(parameter.shape) for parameter in block.parameters() if parameter.dim())
+    return tuple(Matrix(shape[0], math.prod(shape[1:]), count=count) for shape, count in shapes.items())
+
+
+def _block(one: TracedPart, samples: int, matrices: tuple[Matrix, ...]) -> Part:
     state = one.output / samples
     rows = max(1, round(one.weight_flops / samples / (2 * max(one.parameters, 1))))
     return Part(
         parameters=one.parameters,
         cut_parameters=one.parameters,
+        matrices=matrices,
         rows=rows,
         width=max(1, round(state / 2 / rows)),
         matmul_flops=one.weight_flops / samples,

@@ -49,3 +49,17 @@ def test_a_model_of_hugging_face(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "Best of" in text
     assert "tensor 4: tensor_parallel_size=4 does not divide 6 heads" in text
+
+
+def test_rows_that_shards_pad_are_counted() -> None:
+    """Eight experts in one tensor: with 32 shards three of four rows that travel are padding."""
+    pytest.importorskip("transformers")
+    sizes = "{hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 128}"
+    config = "{num_key_value_heads: 4, num_local_experts: 8, num_experts_per_tok: 2, use_cache: false}"
+    words = [f"model.model.config={{{sizes[1:-1]}, {config[1:-1]}}}", "data.shapes={input_ids:[16],labels:[16]}"]
+    limits = "data.limits={input_ids:128,labels:128}"
+    block = model_of(compose_run(["recipe=mixtral_8x7b", *words, limits], config_name="plan")).blocks[0]
+    experts = 8 * 3 * 32 * 64
+    assert block.padding(1, 8) == 0
+    assert experts <= block.padding(1, 16) < 1.1 * experts
+    assert 3 * experts <= block.padding(1, 32) < 3.1 * experts
