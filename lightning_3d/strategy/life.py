@@ -116,20 +116,7 @@ def apply_module(
     plan = _planned(module, run, spec=spec, config=config, casts=precision.shards_cast, step=step)
     copies = ModuleCopies(module, run.world_group, run.data_group)
     proof = _proved(module, run, plan, tape=tape, step=step)
-    with told_if_slow("cutting the module and making its initial values", rank_zero_info):
-        engine = apply_plan(
-            module,
-            plan,
-            run.mesh,
-            world=run.world_group,
-            device=run.device,
-            tape=tape,
-            policy=precision.fsdp_policy(),
-            streams=run.streams,
-            exact_random=config.tensor_random == "exact",
-            # In manual optimization the step itself may clip or step between two backward passes.
-            partial_gradients=module.automatic_optimization,
-        )
+    engine = _cut(module, run, plan, config=config, precision=precision, tape=tape)
     presence = None if engine.stages is None else engine.stages.presence
     holders = None if presence is None else Holders(module, presence)
     copies.cut(beside, engine.stages, holders)
@@ -146,6 +133,31 @@ def apply_module(
         presence=presence,
         pipeline_report=None if step is None else _pipeline_report(plan, step.microbatches, module),
     )
+
+
+def _cut(
+    module: LightningModule,
+    run: RunOnMesh,
+    plan: Plan,
+    *,
+    config: StrategyConfig,
+    precision: Mesh3DPrecision,
+    tape: InitTape | None,
+) -> MeshEngine:
+    with told_if_slow("cutting the module and making its initial values", rank_zero_info):
+        return apply_plan(
+            module,
+            plan,
+            run.mesh,
+            world=run.world_group,
+            device=run.device,
+            tape=tape,
+            policy=precision.fsdp_policy(),
+            streams=run.streams,
+            exact_random=config.tensor_random == "exact",
+            # In manual optimization the step itself may clip or step between two backward passes.
+            partial_gradients=module.automatic_optimization,
+        )
 
 
 def watch_module(applied: AppliedModule, run: RunOnMesh, config: StrategyConfig, *, normalise: bool) -> None:
