@@ -104,9 +104,9 @@ class Throughput(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if isinstance(trainer.strategy, Mesh3DStrategy) and stage == TrainerFn.FITTING:
+        if isinstance(trainer.strategy, Mesh3DStrategy):
             # Counted while the module is whole.
-            trainer.strategy.counts_flops = self._counts
+            trainer.strategy.counts_flops = self._counts and stage == TrainerFn.FITTING
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -205,9 +205,12 @@ class Mesh3DStrategy(ExplainingStrategy):
             refuse_own_training(module)
         if self._applied is None or self._applied.module is not module:
             step = None
-            if self.mesh_spec.size(MODEL_GROUP) > 1 or self.counts_flops:
+            planned = self.mesh_spec.size(MODEL_GROUP) > 1
+            if planned or self.counts_flops:
                 cut = MicroBatches(module, self.config) if pipelined else None
-                step = take_first_step(module, self._on_mesh, self._precision, data_rank=self.data_rank, cut=cut)
+                run, rank = self._on_mesh, self.data_rank
+                step = take_first_step(module, run, self._precision, data_rank=rank, cut=cut, needed=planned)
+            if step is not None:
                 self._on_mesh.same_batches.shapes(step.args[0])
                 self._count_flops(module, step)
                 # Not the step itself: its batch must not live as long as the run.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -173,3 +174,17 @@ def test_the_timeline_is_written_where_there_is_a_pipeline(seen: tuple[Seen, lis
     alone, ranks = seen
     assert alone.files == []
     assert "timeline.txt" in ranks[0].files
+
+
+def without_batches(rank: int, world: int) -> float | None:
+    speed = Throughput()
+    trainer = Ranks(world=world).trainer(speed)
+    with warnings.catch_warnings():
+        # Lightning's own word about it.
+        warnings.filterwarnings("ignore", message=r"Total length of .* is zero")
+        trainer.fit(Shown(GPT(VOCABULARY, WIDTH, LAYERS, 4, max_length=LENGTH)), loader([]))
+    return speed.sample_flops
+
+
+def test_no_batch_to_count_with_is_no_error() -> None:
+    assert run_spmd(without_batches, 1, timeout=60) == [None]

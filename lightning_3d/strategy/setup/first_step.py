@@ -153,7 +153,8 @@ def take_first_step(
     *,
     data_rank: int,
     cut: MicroBatches | None,
-) -> FirstStep:
+    needed: bool,
+) -> FirstStep | None:
     """Takes the first batch of a run whose module is still whole, and makes the summaries that need it whole.
 
     All ranks call it: those that see the same data draw the same random numbers from here on.
@@ -164,10 +165,19 @@ def take_first_step(
         precision: See `FirstStep`.
         data_rank: See `FirstStep`.
         cut: See `FirstStep`.
+        needed: Whether the mesh is planned by it; else there may be no batch, and None is returned.
+
+    Raises:
+        BatchError: There is no batch, and one is needed.
     """
     share_generators(run.model_group)
     with on_device(module, run.device):
-        step = FirstStep(module.trainer, module, precision, data_rank=data_rank, cut=cut)
+        try:
+            step = FirstStep(module.trainer, module, precision, data_rank=data_rank, cut=cut)
+        except BatchError:
+            if needed:
+                raise
+            return None
         run.callbacks.summaries.make(module)
     return step
 
