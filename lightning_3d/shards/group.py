@@ -50,6 +50,7 @@ class ShardGroup(ABC):
         self._copies: deque[tuple[weakref.ref[Tensor], int, Tensor]] = deque(maxlen=_SHARED_COPIES)
         self._rows: dict[int, tuple[int, ...]] = {}
         self._gathers: set[tuple[str, str]] = set()
+        self._summed: set[int] = set()
 
     @abstractmethod
     def sum(self, value: Tensor) -> Tensor:
@@ -87,6 +88,17 @@ class ShardGroup(ABC):
     def keep_rows(self, segments: tuple[int, ...]) -> None:
         """Remembers how rows are cut, for the sum that gives as many of them back."""
         self._rows[sum(segments)] = segments
+
+    def will_sum(self, weight: Tensor) -> None:
+        """Remembers that products with a weight are partial results, which are summed over the ranks."""
+        self._summed.add(weight.untyped_storage()._cdata)
+
+    def sums(self, weight: Tensor) -> bool:
+        """Returns whether products with a weight are partial results, as far as is known.
+
+        A weight that was cast for the product is not recognised.
+        """
+        return weight.untyped_storage()._cdata in self._summed
 
     def first_gather(self, operation: str, place: str) -> bool:
         """Returns whether an operation without a rule is met at a place for the first time, and remembers it."""
