@@ -54,7 +54,7 @@ def watch_calls(
         around_calls(module.get_submodule(name), as_it_is(module.get_submodule(name), engine.visit))
     blocks = list(dict.fromkeys([*staged, *(block for stack in plan.stacks for block in stack.blocks)]))
     doors = _tensor_doors(module, plan, engine, blocks, replay)
-    through = recomputing(activation_checkpointing)
+    through = recomputing(activation_checkpointing, None if engine.tensor is None else engine.tensor.group)
     parts = dict.fromkeys([*blocks, *plan.drawing, *outer_modules(module, plan.stacks)])
     compiled = () if plan.tensor is not None else compile_blocks(module, blocks, parts, through, wanted=compile)
     for name in parts:

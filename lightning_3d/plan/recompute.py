@@ -3,7 +3,9 @@
 "full" keeps the inputs of each block (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"). "selective"
 keeps the products with weights and computes the rest again, the core of attention above all, which takes much memory
 and little computation (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models",
-section 5). Key-value caches, which nobody reads in training, are not filled: they would keep what is computed again.
+section 5). Products that the tensor axis sums are partial results, whole on every rank and of no use once they are
+summed: they are computed again. Key-value caches, which nobody reads in training, are not filled: they would keep what
+is computed again.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -26,25 +30,28 @@ from torch.utils.checkpoint import (
 from lightning_3d.graph.calls import Call, Handler
 from lightning_3d.parallel.tensor.doors import BlockDoor, Run, Through
 from lightning_3d.parallel.tensor.replay.caches import is_any_cache
+from lightning_3d.shards.group import ShardGroup
 
+_CONVOLUTION = torch.ops.aten.convolution.default
 _KEPT = frozenset(
     {
         torch.ops.aten.mm.default,
         torch.ops.aten.addmm.default,
-        torch.ops.aten.convolution.default,
+        _CONVOLUTION,
     }
 )
 
 
-def recomputing(kind: str) -> Through | None:
+def recomputing(kind: str, group: ShardGroup | None = None) -> Through | None:
     """Returns what runs a call and computes it again in backward; None for the kind "none".
 
     Args:
         kind: "none", "selective" or "full".
+        group: The tensor axis; it knows which products are partial results.
     """
     if kind == "none":
         return None
-    contexts = None if kind == "full" else partial(create_selective_checkpoint_contexts, _policy)
+    contexts = None if kind == "full" else partial(create_selective_checkpoint_contexts, partial(_policy, group))
     return partial(_checkpointed, contexts)
 
 
@@ -107,5 +114,16 @@ def is_kept(operation: Any) -> bool:
     return operation in _KEPT
 
 
-def _policy(context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if is_kept(operation) else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(
+    group: ShardGroup | None, context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    if not is_kept(operation) or (group is not None and _is_partial(group, operation, args)):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE
+
+
+def _is_partial(group: ShardGroup, operation: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a product is one by a weight whose products are summed; while something compiles nobody knows."""
+    weight = args[-1]
+    known = isinstance(weight, FakeTensor) or type(weight) in (Tensor, nn.Parameter)
+    return operation is not _CONVOLUTION and known and group.sums(weight)

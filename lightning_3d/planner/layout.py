@@ -97,11 +97,10 @@ def place_blocks(
         stages_of[rank].append(stage)
     groups: dict[tuple[int, int, bool, bool], list[int]] = {}
     for rank, own in enumerate(stages_of):
-        blocks = sum(layers[stage] for stage in own)
         # Blocks that differ make ranks differ too.
-        key = blocks, -1 if uniform else rank, rank == placed[0], rank == placed[-1]
+        key = sum(layers[stage] for stage in own), -1 if uniform else rank, rank == placed[0], rank == placed[-1]
         groups.setdefault(key, []).append(rank)
-    kinds = (
+    kinds = [
         Kind(
             spans=tuple((ends[stage], ends[stage + 1]) for stage in stages_of[members[0]]),
             blocks=blocks,
@@ -113,7 +112,7 @@ def place_blocks(
             members=tuple(members),
         )
         for (blocks, _, has_first, has_last), members in groups.items()
-    )
+    ]
     return Layout(kinds=tuple(kinds))
 
 

@@ -53,14 +53,18 @@ def _unit(shared: Shared, elements: float) -> UnitSize:
 def _tensor(shared: Shared, case: Case, kind: Kind) -> Traffic:
     ends = ((shared.model.first, kind.has_first), (shared.model.last, kind.has_last))
     parts = [shared.blocks[index] for begin, end in kind.spans for index in range(begin, end)]
-    again = 1 if case.kind == "full" else 0
+    # Kept products are those before the sums: what is computed again is summed again.
+    again = case.kind == "full" or (case.kind == "selective" and shared.software.selective == "products")
     sums = []
     for part in (*parts, *(part for part, there in ends if there)):
         payload = round(part.state * case.batch.micro_size * shared.recipe.computed / 2)
-        # What is computed again ends before the block's last sum.
-        extra = max(0, part.sums - 1) * again if part.is_block else 0
-        if part.sums:
-            sums.append(Sums(forward=part.sums, backward=part.sums + extra, payload=payload))
+        if part.sums and part.is_block:
+            # What is computed again ends before the block's last sum.
+            extra = part.sums - 1 if again else 0
+            sums.append(Sums(forward=part.sums, backward=part.sums + extra, payload=payload, gathers=1 if again else 0))
+        elif part.sums:
+            # An embedding sums forward, a head backward.
+            sums.append(Sums(forward=part.sums, backward=0, payload=payload))
     return tensor_traffic(
         sums,
         size=case.mesh.tensor_parallel_size,

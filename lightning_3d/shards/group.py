@@ -50,6 +50,7 @@ class ShardGroup(ABC):
         self._copies: deque[tuple[weakref.ref[Tensor], int, Tensor]] = deque(maxlen=_SHARED_COPIES)
         self._rows: dict[int, tuple[int, ...]] = {}
         self._gathers: set[tuple[str, str]] = set()
+        self._summed: set[int] = set()
 
     @abstractmethod
     def sum(self, value: Tensor) -> Tensor:
@@ -88,6 +89,17 @@ class ShardGroup(ABC):
         """Remembers how rows are cut, for the sum that gives as many of them back."""
         self._rows[sum(segments)] = segments
 
+    def will_sum(self, weight: Tensor) -> None:
+        """Remembers that products with a weight are partial results, which are summed over the ranks."""
+        self._summed.add(_storage_key(weight))
+
+    def sums(self, weight: Tensor) -> bool:
+        """Returns whether products with a weight are partial results, as far as is known.
+
+        A weight that was cast for the product is not recognised.
+        """
+        return _storage_key(weight) in self._summed
+
     def first_gather(self, operation: str, place: str) -> bool:
         """Returns whether an operation without a rule is met at a place for the first time, and remembers it."""
         known = (operation, place) in self._gathers
@@ -98,6 +110,13 @@ class ShardGroup(ABC):
         """Lets the copies go: at the end of a step, and around anything that is recomputed."""
         self._copies.clear()
         self._rows.clear()
+
+
+def _storage_key(tensor: Tensor) -> int:
+    """What identifies a tensor's storage while it lives; asked in a way that no recording of a block hears."""
+    with torch._C.DisableTorchFunction():
+        key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 class ProcessShardGroup(ShardGroup):

@@ -147,15 +147,15 @@ def of_model(sent: Rows, case: Case) -> Rows:
     return {key: value for key, value in rows.items() if value[0]}
 
 
-# Recordings of blocks keep the tensors of the batch they were made from.
+# A replayed block frees what it computes again a little earlier than one that runs as it is, and dry runs play those.
 UNREPLAYED = {"replay": False}
 OTHERS = (
     Case((4, 1, 1), 0, {"num_microbatches": 1}),
     Case((4, 1, 1), 2, {"data_replicate_size": 2}),
-    Case((2, 1, 2), 0, UNREPLAYED),
+    Case((2, 1, 2), 0),
     Case((2, 1, 2), 3, {**UNREPLAYED, "activation_checkpointing": "full"}),
-    Case((2, 1, 2), 1, {**UNREPLAYED, "activation_checkpointing": "selective"}),
-    Case((1, 2, 2), 1, {**UNREPLAYED, "pipeline_schedule": "gpipe"}),
+    Case((2, 1, 2), 1, {"activation_checkpointing": "selective"}),
+    Case((1, 2, 2), 1, {"pipeline_schedule": "gpipe"}),
     Case((2, 2, 1), 3, {"pipeline_schedule": "interleaved1f1b"}),
     Case((2, 2, 1), 2, {"pipeline_schedule": "zbvzerobubble"}),
 )
@@ -175,7 +175,7 @@ def assert_alike(world: int, cases: tuple[Case, ...]) -> None:
 @pytest.mark.parametrize(
     ("world", "cases"),
     [
-        (8, (Case((2, 2, 2), 1, UNREPLAYED),)),
+        (8, (Case((2, 2, 2), 1),)),
         (4, (Case((4, 1, 1), 3), Case((1, 4, 1), 1))),
         more(4, OTHERS),
     ],

@@ -24,12 +24,15 @@ class Sums:
         backward: Calls in backward.
         payload: Bytes of what each of them sums.
         of_states: They sum hidden states, which sequence parallelism leaves cut.
+        gathers: More gathers of hidden states that are cut: a forward that runs again needs the input of its last
+            product, and not the last sum.
     """
 
     forward: int
     backward: int
     payload: int
     of_states: bool = True
+    gathers: int = 0
 
     @property
     def calls(self) -> int:
@@ -44,7 +47,7 @@ def dense_block(state: int, *, recomputed: bool = False) -> Sums:
         state: Bytes of the hidden state of a micro-batch: samples x length x width x bytes of an element.
         recomputed: Its forward runs again in backward, which ends before the last sum.
     """
-    return Sums(forward=2, backward=3 if recomputed else 2, payload=state)
+    return Sums(forward=2, backward=3 if recomputed else 2, payload=state, gathers=1 if recomputed else 0)
 
 
 def vocabulary(state: int, rows: int, *, element: int = 4) -> tuple[Sums, ...]:
@@ -80,7 +83,8 @@ def tensor_traffic(
     for part in sums:
         kinds = ("reduce_scatter", "all_gather") if sequence and part.of_states else ("all_reduce",)
         for kind in kinds:
-            total += _row(kind, size, microbatches * part.calls, part.payload)
+            calls = part.calls + (part.gathers if kind == "all_gather" else 0)
+            total += _row(kind, size, microbatches * calls, part.payload)
     for payload in partial:
         total += _row("all_reduce", size, 1, payload)
     return total

@@ -128,6 +128,7 @@ def _by_rows(x: Tensor, weight: ShardTensor, bias: Tensor | None, product: Produ
         own = x._local
     else:
         raise Unshardable(f"the input is cut along {x.cut} of {x.dim()}, the weight's inputs in {weight._segments}")
+    weight._group.will_sum(weight._local)
     total = summed(product(own, weight._local, None), weight, dim=sequence_dim)
     if bias is None:
         return total

@@ -20,7 +20,9 @@ from lightning_3d.errors import ModuleError
 from lightning_3d.mesh.spec import MeshSpec
 from lightning_3d.planner.decoder import decoder_model
 from lightning_3d.planner.shapes import DecoderShape
+from lightning_3d.reference.gpt import GPT
 from tests.marks import more
+from tests.parity.models import VOCABULARY, NextToken
 
 WIDTH, LAYERS, SAMPLES = 32, 4, 12
 
@@ -98,6 +100,28 @@ def test_enough_microbatches() -> None:
     assert [enough_microbatches(four, 64, rank) for rank in range(4)] == [5, 4, 3, 3]
     assert enough_microbatches(four, 4, 0) == 4
     assert enough_microbatches(StrategyConfig(pipeline_parallel_size=4, pipeline_schedule="gpipe"), 64, 3) == 64
+
+
+def test_selective_recomputation_keeps_no_partial_products() -> None:
+    length, width = 64, 64
+    state = length * width * 4
+    peaks = []
+    for layers in (4, 8):
+        one = Training(
+            make=partial(NextToken, GPT(VOCABULARY, width, layers, 4, max_length=length)),
+            batch=[torch.zeros(1, length, dtype=torch.long)],
+            mesh=MeshSpec(data=1, pipeline=1, tensor=2),
+            config=StrategyConfig(
+                data_parallel_size=1,
+                tensor_parallel_size=2,
+                activation_checkpointing="selective",
+            ).check(),
+        )
+        (rank,) = dry_run(one).ranks
+        peaks.append(sum(rank.peak.categories.get(each, 0) for each in (Category.OTHER, Category.COMMUNICATION)))
+    # A block's input; then cut over features its queries, keys, values, what attention returns and the wide layer. What
+    # the two summed products give would be two states more.
+    assert (peaks[1] - peaks[0]) / 4 / state == pytest.approx(1 + (3 + 1 + 4) / 2, rel=0.1)
 
 
 def test_representatives() -> None:

@@ -72,6 +72,11 @@ def test_a_stage_of_70b_on_many_ranks(data: int, ranks: int) -> None:
     assert degrees["data"] * degrees["pipeline"] * degrees["tensor"] == ranks
     assert memory < GIB
     assert seconds < MOST_SECONDS
+    planner = report["ranks"][0]["planner"]
+    for row in planner["sent"].values():
+        assert row["predicted"] == pytest.approx(row["found"], rel=0.001)
+    peak = planner["memory"]["peak"]
+    assert peak["predicted"] == pytest.approx(peak["found"], rel=MEMORY_BAND)
 
 
 def test_another_strategy_is_not_played() -> None:
