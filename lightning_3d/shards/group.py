@@ -90,8 +90,13 @@ class ShardGroup(ABC):
         self._rows[sum(segments)] = segments
 
     def will_sum(self, weight: Tensor) -> None:
-        """Remembers that products with a weight are partial results, which are summed over the ranks."""
-        self._summed.add(_storage_key(weight))
+        """Remembers that products with a weight are partial results, which are summed over the ranks.
+
+        Weights that train alone: they live as long as the group, and what else has come to their memory would be taken
+        for them.
+        """
+        if _is_trained(weight):
+            self._summed.add(_storage_key(weight))
 
     def sums(self, weight: Tensor) -> bool:
         """Returns whether products with a weight are partial results, as far as is known.
@@ -110,6 +115,11 @@ class ShardGroup(ABC):
         """Lets the copies go: at the end of a step, and around anything that is recomputed."""
         self._copies.clear()
         self._rows.clear()
+
+
+def _is_trained(weight: Tensor) -> bool:
+    with torch._C.DisableTorchFunction():
+        return weight.is_leaf and weight.requires_grad
 
 
 def _storage_key(tensor: Tensor) -> int:
