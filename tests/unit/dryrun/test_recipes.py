@@ -55,8 +55,8 @@ def test_every_recipe_is_played(recipe: str) -> None:
 
 STAGE = (
     "recipe=llama3_70b",
+    "strategy=tensor8_pipeline4",
     "strategy.pipeline_parallel_size=16",
-    "strategy.tensor_parallel_size=8",
     "coordinates=[0,8,3]",
 )
 # CPU seconds with imports: it takes some twenty, and slow machines have to pass too.

@@ -18,6 +18,7 @@ from functools import lru_cache
 
 from lightning_3d.planner.constants import FITTED
 from tests.unit.planner import tables
+from tests.unit.planner.bubbles import bubbles, waiting
 from tests.unit.planner.tables import Layer, Row
 
 # What is fitted; those with a dot belong to a cluster.
@@ -159,18 +160,18 @@ def fit_memory() -> tuple[float, float]:
 
 def fit_sends() -> float:
     """Returns ``pair_bandwidth``, of a grid: the least mean error of the published bubbles."""
-    rows = [*tables.bubbles()]
+    rows = [*bubbles()]
 
     def loss(bandwidth: float) -> float:
         constants = replace(FITTED, pair_bandwidth=bandwidth)
-        return sum(abs(tables.waiting(row.predict(constants)) - rate) for row, rate in rows)
+        return sum(abs(waiting(row.predict(constants)) - rate) for row, rate in rows)
 
     return min((one * 1e9 for one in range(20, 101)), key=loss)
 
 
 def bubble_report() -> str:
     """Returns the errors of the published bubbles, in points."""
-    errors = [100 * (tables.waiting(row.predict()) - rate) for row, rate in tables.bubbles()]
+    errors = [100 * (waiting(row.predict()) - rate) for row, rate in bubbles()]
     sizes = [abs(one) for one in errors]
     mean, signed = sum(sizes) / len(sizes), sum(errors) / len(errors)
     return f"{'Zero Bubble, points':<22} {len(errors):>4} mean {mean:.2f}, most {max(sizes):.2f}, signed {signed:+.2f}"

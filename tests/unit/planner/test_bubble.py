@@ -7,7 +7,7 @@ from lightning_3d.parallel.pipeline.schedule.actions import runnable_microbatche
 from lightning_3d.parallel.pipeline.schedule.simulate import StageTimes, simulate
 from lightning_3d.planner import BatchShape, DecoderShape, MeshShape, predict
 from lightning_3d.planner.bubble import checked_schedule, idle_time, in_flight, interleaved_sends
-from tests.unit.planner.tables import bubbles, waiting
+from tests.unit.planner.bubbles import bubbles, waiting
 
 CASES = [
     (schedule, ranks, stages)
