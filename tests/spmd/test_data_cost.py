@@ -72,6 +72,15 @@ class Llama(NextToken):
         super().__init__(LlamaForCausalLM(config))
         self.before_backward: Any = None
 
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.model(ids).logits
+        return logits
+
+    def logits(self, ids: Tensor) -> Tensor:
+        # As most people write it: a call of the whole module inside its own step, which must cost nothing more.
+        logits: Tensor = self(ids)
+        return logits
+
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         if self.before_backward is not None:
             self.before_backward()

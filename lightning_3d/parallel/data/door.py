@@ -31,6 +31,20 @@ class Door:
         return getattr(self._root, _NAME)(step, *args)
 
 
+def only_by_doors(root: FSDPModule) -> None:
+    """Leaves the gathering of a root to its door alone.
+
+    A step that calls the whole module (``self(x)``) would be a forward inside the door's, and at its end torch takes the
+    outer one for over: it would let go what is gathered, to gather it again for the backward.
+
+    Args:
+        root: A root that nobody calls but through a door.
+    """
+    state: Any = root._get_fsdp_state()
+    for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
+        handle.remove()
+
+
 def units_of(root: FSDPModule) -> list[FSDPModule]:
     """Returns the modules that FSDP2 shards, the root first."""
     return [child for child in as_module(root).modules() if isinstance(child, FSDPModule)]

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_3d.parallel.data.door import Door, tell, units_of
+from lightning_3d.parallel.data.door import Door, only_by_doors, tell, units_of
 from lightning_3d.parallel.data.engine import DataEngine
 from lightning_3d.parallel.data.kept import KeptUnits
 from lightning_3d.parallel.data.replicas import check_replicas_met
@@ -41,6 +41,7 @@ class UnitEngine(DataEngine):
         # What a step sees as soon as it begins; the other units stay hidden until they are called.
         self._shown_first: list[FSDPModule] | None = None
         self._door = Door(root)
+        only_by_doors(root)
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
         """Calls the step through the root's door."""
