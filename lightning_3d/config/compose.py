@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import hydra
@@ -20,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from lightning_3d.config.search import conf_dir, recipe_files
-from lightning_3d.errors import ConfigError, nearest
+from lightning_3d.errors import ConfigError, Lightning3DError, nearest
 
 RECIPE_GROUP = "recipe"
 HYDRA_VERSION_BASE = "1.3"
@@ -166,6 +169,24 @@ def readable_errors() -> Iterator[None]:
             os.environ[_FULL_ERROR] = asked
 
 
+@contextmanager
+def told_plainly() -> Iterator[None]:
+    """Gives what the reference models and data refuse, which know no error of ours, without a traceback.
+
+    Raises:
+        ConfigError: In place of their ValueError. Other people's keep their traceback: it shows where they are.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if isinstance(error, Lightning3DError):
+            raise
+        *_, (frame, _) = walk_tb(error.__traceback__)
+        if not str(frame.f_globals.get("__name__")).startswith("lightning_3d.reference."):
+            raise
+        raise ConfigError(str(error)) from error
+
+
 def _readable(error: Exception) -> ConfigError:
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     if isinstance(error, MissingConfigException) and error.options is not None:
@@ -198,11 +219,26 @@ def _no_such_key(full_key: str, parent: DictConfig) -> ConfigError:
     groups = [] if prefix else [path.name for path in conf_dir().iterdir() if path.is_dir()] + [RECIPE_GROUP]
     siblings = sorted({*groups, *(str(key) for key in tree if not str(key).startswith("_"))})
     close = nearest(name, siblings) or next((path for path in _paths(tree) if path.endswith(f".{name}")), None)
+    # What the class would take besides; to look at it may take seconds of imports.
+    others = [] if close else sorted({*_arguments(tree.get("_target_"))} - {*siblings})
+    unset = nearest(name, others)
+    fix = f"{prefix}.{close}".lstrip(".") if close else f"+{full_key}=... to add it"
+    if unset is not None:
+        fix = f"+{prefix}.{unset}=..., an argument of {tree['_target_']}"
     return ConfigError(
         f"there is no key {full_key} in the configuration",
-        valid=siblings,
-        fix=f"{prefix}.{close}".lstrip(".") if close else f"+{full_key}=... to add it",
+        valid=[*siblings, *(f"+{one}" for one in others)],
+        fix=fix,
     )
+
+
+def _arguments(target: object) -> tuple[str, ...]:
+    """The arguments of what a node makes; none if it cannot be looked at."""
+    try:
+        parameters = inspect.signature(pkgutil.resolve_name(str(target))).parameters.values()
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return ()
+    return tuple(one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY))
 
 
 def _paths(tree: Mapping[Any, Any]) -> Iterator[str]:

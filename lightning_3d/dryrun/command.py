@@ -11,7 +11,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from lightning_3d.config.compose import command_words, compose_run
+from lightning_3d.config.compose import command_words, compose_run, readable_errors, told_plainly
 from lightning_3d.config.search import importable_here
 from lightning_3d.dryrun.asked import coordinates_of, mesh_of
 from lightning_3d.log import told_if_slow
@@ -43,7 +43,7 @@ def run(arguments: Sequence[str]) -> int:
     from lightning_3d.dryrun.setup import training_of
     from lightning_3d.dryrun.tracing import price_of
 
-    with importable_here(), warnings.catch_warnings():
+    with importable_here(), readable_errors(), told_plainly(), warnings.catch_warnings():
         # Lightning's and torch's own uses of torch, about which nobody can do anything here.
         warnings.simplefilter("ignore")
         training = training_of(cfg)

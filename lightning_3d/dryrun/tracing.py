@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_3d.config.compose import command_words, compose_run
+from lightning_3d.config.compose import command_words, compose_run, readable_errors, told_plainly
 from lightning_3d.config.schema import MESH_STRATEGY, StrategyConfig, strategy_options
 from lightning_3d.config.search import importable_here
 from lightning_3d.log import told_if_slow
@@ -38,7 +38,7 @@ def plan(arguments: Sequence[str]) -> int:
     # Schedules are torch's own; what is misspelt should not wait for it to be imported.
     from lightning_3d.planner.command import run
 
-    with importable_here():
+    with importable_here(), readable_errors(), told_plainly():
         return run(arguments, trace=model_of)
 
 

@@ -74,7 +74,8 @@ def _from_pretrained(name: str) -> Any:
     except (OSError, ValueError) as error:
         raise ValueError(
             f"no tokenizer {name!r}: {error}\n"
-            f"  valid: {BYTES}, the name of a Hugging Face tokenizer, or a directory with one"
+            f"  valid: {BYTES}, the name of a Hugging Face tokenizer, or a directory with one\n"
+            f"  fix: data.tokenizer={BYTES}, or data.tokenizer=DIRECTORY where the hub is not reached"
         ) from error
 
 

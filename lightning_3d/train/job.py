@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from traceback import walk_tb
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_3d.config.compose import told_plainly
 from lightning_3d.config.schema import RunConfig
 from lightning_3d.errors import ConfigError, Lightning3DError, nearest
 from lightning_3d.log import get_logger
@@ -55,7 +54,7 @@ def train(cfg: DictConfig) -> float | None:
         metrics: dict[str, torch.Tensor] = {}
         saved: dict[str, str] = {}
         if run.train:
-            with _told_plainly():
+            with told_plainly():
                 trainer.fit(model, datamodule=data, ckpt_path=run.ckpt_path)
             metrics |= trainer.callback_metrics
             # Before the test, which gives the callbacks the state that they had when its checkpoint was written.
@@ -79,22 +78,6 @@ def _write_by_hydra_alone() -> None:
         logger.propagate = True
 
 
-@contextmanager
-def _told_plainly() -> Iterator[None]:
-    """Gives what the reference models and data refuse, which know no error of ours, without a traceback.
-
-    Raises:
-        ConfigError: In place of their ValueError. Other people's keep their traceback: it shows where they are.
-    """
-    try:
-        yield
-    except ValueError as error:
-        *_, (frame, _) = walk_tb(error.__traceback__)
-        if not str(frame.f_globals.get("__name__")).startswith("lightning_3d.reference."):
-            raise
-        raise ConfigError(str(error)) from error
-
-
 def _trainer(cfg: DictConfig) -> Trainer:
     callbacks: list[Callback] = [instantiate(callback) for callback in cfg.callbacks.values() if callback]
     loggers: list[Logger] = [instantiate(logger) for logger in cfg.logger.values() if logger]
@@ -107,7 +90,9 @@ def _trainer(cfg: DictConfig) -> Trainer:
     except (ValueError, TypeError, MisconfigurationException) as error:
         if isinstance(error, Lightning3DError):
             raise
-        raise ConfigError(f"trainer cannot be made: {error}") from error
+        no_device = "accelerator" in str(error).lower() or " gpu " in str(error).lower()
+        fix = "trainer=cpu, or a machine that has them: lightning-3d doctor" if no_device else None
+        raise ConfigError(f"trainer cannot be made: {error}", fix=fix) from error
     _launch_as_hydra_wants(trainer.strategy)
     return trainer
 

@@ -36,17 +36,29 @@ def test_blocks_of_a_page_run(page: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.spmd
-def test_the_first_program_runs(tmp_path: Path) -> None:
-    program = blocks((ROOT / "docs" / "start.md").read_text(), "python")[0]
-    (tmp_path / "train.py").write_text(program)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+@pytest.mark.timeout(400)
+def test_the_first_programs_run(tmp_path: Path) -> None:
+    train, check = blocks((ROOT / "docs" / "start.md").read_text(), "python")
+    (tmp_path / "train.py").write_text(train)
+    (tmp_path / "check.py").write_text(check)
+    told = _said("train.py", tmp_path)
+    assert "pipeline   2 ranks" in told
+    assert "`max_epochs=1` reached" in told
+    assert "EQUAL in all that was compared: Model on data 1 x pipeline 2 x tensor 2" in _said("check.py", tmp_path)
+
+
+def _said(program: str, folder: Path) -> str:
     done = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, program],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=190,
     )
     told = done.stdout + done.stderr
     assert done.returncode == 0, told
-    assert "pipeline   2 ranks" in told
-    assert "`max_epochs=1` reached" in told
+    return told
 
 
 def test_what_is_run_elsewhere_is_there() -> None:

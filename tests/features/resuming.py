@@ -331,11 +331,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(name="fit(ckpt_path=...)", program=resumed, always=(CUBE,)),
     Feature(name='fit(ckpt_path="last"), twice in a row', program=resumed_twice),
     Feature(name='fit(ckpt_path="best") on the same Trainer', program=resumed_from_the_best),
-    Feature(
-        name="fit(ckpt_path=...) within an epoch",
-        program=resumed_within_an_epoch,
-        note="as plain Lightning: a loader without a state of its own starts anew",
-    ),
+    Feature(name="fit(ckpt_path=...) within an epoch", program=resumed_within_an_epoch),
     Feature(name="state of callbacks, datamodule and module", program=kept_beside),
     Feature(name="on_load_checkpoint edits weights", program=edited),
     Feature(name="strict_loading=False, a new layer", program=grown),

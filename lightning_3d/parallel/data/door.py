@@ -34,8 +34,8 @@ class Door:
 def only_by_doors(root: FSDPModule) -> None:
     """Leaves the gathering of a root to its door alone.
 
-    A step that calls the whole module (``self(x)``) would be a forward inside the door's, and at its end torch takes the
-    outer one for over: it would let go what is gathered, to gather it again for the backward.
+    A step that calls the whole module (``self(x)``) would be a forward inside the door's, and at its end torch takes
+    the outer one for over: it would let go what is gathered, to gather it again for the backward.
 
     Args:
         root: A root that nobody calls but through a door.

@@ -177,10 +177,11 @@ def _layers(costs: Sequence[float], ranks: int, config: StrategyConfig) -> tuple
     if count < stages:
         shared = "" if per_rank == 1 else f" x {per_rank} stages a rank ({config.pipeline_schedule})"
         most = count // per_rank
+        one_each = "" if per_rank == 1 else "pipeline_schedule=1f1b, "
         raise PlanError(
             f"pipeline_parallel_size={ranks}{shared} needs {stages} blocks, the model has {count}.",
             valid=f"pipeline_parallel_size of at most {most} with this schedule" if most else None,
-            fix="a smaller pipeline_parallel_size, pipeline_schedule=1f1b, or pipeline_stack=<a list of more layers>",
+            fix=f"a smaller pipeline_parallel_size, {one_each}or pipeline_stack=<a list of more layers>",
         )
     if config.layers_per_stage is None:
         return balanced((costs[0] + costs[1], *costs[2:]), stages)
