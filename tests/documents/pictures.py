@@ -27,7 +27,7 @@ from lightning_3d.config.schema import StrategyConfig
 from lightning_3d.dryrun import Training
 from lightning_3d.dryrun.planned import planned
 from lightning_3d.mesh.spec import MeshSpec
-from lightning_3d.parallel.pipeline.schedule.simulate import simulate
+from lightning_3d.parallel.pipeline.schedule.simulate import StageTimes, simulate
 from lightning_3d.parallel.tensor.plan import ParameterStyle
 from lightning_3d.planner import BatchShape, DecoderShape, MeshShape, predict
 from lightning_3d.reference.gpt import GPT
@@ -163,10 +163,19 @@ def pipeline_axis(path: Path) -> None:
     """Three of torch's schedules in time, 4 ranks and 8 micro-batches."""
     shown = {"gpipe": 1, "1f1b": 1, "interleaved1f1b": 2, "zbvzerobubble": 2}
     figure = Figure(figsize=(12, 2.1 * len(shown)), layout="constrained")
-    for axes, (schedule, stages) in zip(figure.subplots(len(shown)), shown.items(), strict=True):
-        timeline = simulate(schedule, ranks=4, microbatches=8, stages_per_rank=stages)
+    longest = 0.0
+    rows = figure.subplots(len(shown), sharex=True)
+    for axes, (schedule, stages) in zip(rows, shown.items(), strict=True):
+        # A rank has as many layers in each of them: with several stages each is a part of it.
+        part = 1 / stages
+        times = [StageTimes(forward=part, backward_input=part, backward_weight=part)] * (4 * stages)
+        timeline = simulate(schedule, ranks=4, microbatches=8, stages_per_rank=stages, times=times)
         held = ", ".join(f"{timeline.in_flight(rank) / stages:g}" for rank in range(4))
         timeline.draw(axes, f"{schedule}: micro-batches held {held}")
+        axes.set_xlabel("")
+        longest = max(longest, timeline.duration)
+    rows[-1].set_xlim(0, longest)
+    rows[-1].set_xlabel("time, in forwards of one micro-batch through the layers of a rank")
     figure.savefig(path, **_SAVED)
 
 

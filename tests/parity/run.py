@@ -92,6 +92,11 @@ def page(results: list[Result], command: str, seconds: float) -> str:
         "A tensor whose largest value is below a millionth of the largest of its kind is rounding of a true zero (a",
         "bias before batch normalisation, a key's bias); it is compared on the scale of the largest.",
         "",
+        "In reduced precision parameters may be far apart, a few of them by more than they are large: Adam's first",
+        "steps take little more of a gradient than its sign, rounding decides the sign of a small one, and a bias that",
+        "began at zero is nothing but these steps. One process in that precision is as far from fp32: a third of the",
+        "bound.",
+        "",
         f"{len(results) - len(failed)} of {len(results)} rows are within their bounds. Made by `{command}` on "
         f"{datetime.date.today()} with torch {torch.__version__}, Python {platform.python_version()}, in "
         f"{seconds / 60:.0f} minutes.",

@@ -103,4 +103,5 @@ class StepTimelines:
         Raises:
             ConfigError: matplotlib is not installed.
         """
-        save_png(path, {"measured": self.measured, "theoretical": self.theoretical})
+        units = {"measured": "seconds", "theoretical": "by the counted cost of the stages"}
+        save_png(path, {"measured": self.measured, "theoretical": self.theoretical}, units)

@@ -118,12 +118,13 @@ class Timeline:
         """
         save_png(path, {title: self})
 
-    def draw(self, axes: Any, title: str = "") -> None:
+    def draw(self, axes: Any, title: str = "", unit: str = "") -> None:
         """Draws the bars into a picture of somebody else's.
 
         Args:
             axes: Axes of matplotlib.
             title: What stands above them.
+            unit: In what time is counted.
         """
         for event in self.events:
             start, length = event.start - self.start, event.end - event.start
@@ -136,7 +137,7 @@ class Timeline:
         axes.set_yticks(range(self.ranks), [f"rank {rank}" for rank in range(self.ranks)])
         axes.invert_yaxis()
         axes.set_xlim(0, self.duration or 1.0)
-        axes.set_xlabel("time")
+        axes.set_xlabel(f"time, {unit}" if unit else "time")
         axes.set_title(f"{title}{' - ' if title else ''}bubble {self.bubble:.1%}")
         shown = [kind for kind in _COLORS if any(event.action.kind == kind for event in self.events)]
         bars = [axes.barh(0, 0, color=_COLORS[kind]) for kind in shown]
@@ -161,12 +162,13 @@ class Timeline:
         return "".join(cells).rstrip()
 
 
-def save_png(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
+def save_png(path: str | Path, timelines: Mapping[str, Timeline], units: Mapping[str, str] | None = None) -> None:
     """Draws some timelines below each other.
 
     Args:
         path: Where the picture is written.
         timelines: What stands above each, and the timeline.
+        units: In what their times are counted, by the same names.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -174,7 +176,7 @@ def save_png(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
     figure = _figure(sum(2.0 + timeline.ranks * 0.45 for timeline in timelines.values()))
     rows = figure.subplots(len(timelines), squeeze=False)
     for (axes,), (title, timeline) in zip(rows, timelines.items(), strict=True):
-        timeline.draw(axes, title)
+        timeline.draw(axes, title, (units or {}).get(title, ""))
     figure.savefig(path)
 
 
