@@ -64,8 +64,8 @@ docs: $(VENV)/.with-docs ## write the map of the code and the house, then build 
 	$(BIN)/python -m tests.contract.house
 	$(MAKE) site
 
-site: $(VENV)/.with-docs ## build the pages into site/, warnings are errors
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+site: $(VENV)/.with-docs ## build the pages into site/, warnings are errors (they count only if they are printed)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean: ## remove what builds and tests left behind, not $(VENV)
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache
