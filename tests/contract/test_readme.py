@@ -17,7 +17,7 @@ from tests.contract.sources import ROOT
 
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 COMMANDS = {" ".join(words): words for path in DOCUMENTS for words in shell_commands(path.read_text())}
-_OTHER_PROGRAMS = ("pip", "python", "torchrun", "srun", "cat", "ls", "export")
+_OTHER_PROGRAMS = ("pip", "python", "torchrun", "srun", "cat", "ls", "export", "source")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -14,12 +14,12 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from tests.faults.program import DIGESTS, EVERY, FOLDER, LOAD, SAVE, STEP, Job, load, run_rank
+from tests.spmd.pool import end_processes
 
 # Seconds until no rank is left, by whether rank 0 was killed, on a machine that does nothing else.
 PROMISED = {True: 15.0, False: 10.0}
@@ -190,7 +190,7 @@ class Harness:
 
     def close(self) -> None:
         """Ends the process that ranks are forked from."""
-        forkserver._forkserver._stop()  # type: ignore[attr-defined]
+        end_processes()
 
     def _reference(self, mesh: Mesh) -> tuple[Path, dict[int, str], dict[str, float]]:
         """Where an undisturbed run has written, what it had after each step, and how long it took for what it did."""

@@ -195,6 +195,18 @@ def shared_pool() -> Pool:
     return pool
 
 
+def end_processes() -> None:
+    """Ends the shared pool, if there is one, and the process that all are forked from; the next call starts them anew.
+
+    That process ends when the last one that was forked from it is gone, so to end it alone would wait for the pool.
+    """
+    if shared_pool.cache_info().currsize:
+        shared_pool().close()
+        shared_pool.cache_clear()
+    else:
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]
+
+
 def run_spmd(
     function: Callable[..., Any],
     world: int,
