@@ -82,12 +82,12 @@ def _kept(shape: DecoderShape) -> dict[str, Bytes]:
         # Both norms keep their input and what they give to the products; queries, keys and values, what attention
         # returns; of the feed-forward layer both halves, the activated one, their product.
         none = Bytes(whole=4 * state, cut=(2 + 2 * keys + 4 * inner) * state)
-        # The input, and what each product with a weight returns: two of them are the parts of a sum over tensor ranks.
-        products = Bytes(whole=state, cut=(1 + 2 * keys + 2 * inner) * state, uncut=2 * state)
+        # The input, and what each product with a weight returns, but for the two that tensor ranks sum.
+        products = Bytes(whole=state, cut=(1 + 2 * keys + 2 * inner) * state, alone=2 * state)
     else:
         # Equation 2 of Korthikanti et al., without scores: 10 s h whole, 24 s h cut for an inner width of 4 h.
         none = Bytes(whole=5 * state, cut=(2 + 2 * keys + 2 * inner) * state)
-        products = Bytes(whole=state, cut=(1 + 2 * keys + inner) * state, uncut=2 * state)
+        products = Bytes(whole=state, cut=(1 + 2 * keys + inner) * state, alone=2 * state)
     return {"none": none, "selective": products, "full": Bytes(whole=state)}
 
 

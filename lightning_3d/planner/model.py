@@ -21,16 +21,17 @@ class Bytes:
     Attributes:
         whole: On every tensor rank; sequence parallelism cuts them.
         cut: Each tensor rank has its part.
-        uncut: On every tensor rank in any case: sums that are still to be made over the tensor axis.
+        alone: On a single rank only: products that several tensor ranks sum, and compute again.
     """
 
     whole: float = 0.0
     cut: float = 0.0
-    uncut: float = 0.0
+    alone: float = 0.0
 
     def on_rank(self, tensor: int, sequence_parallel: bool) -> float:
         """Returns what one of some tensor ranks holds."""
-        return self.whole / (tensor if sequence_parallel else 1) + self.cut / tensor + self.uncut
+        whole = self.whole / (tensor if sequence_parallel else 1)
+        return whole + self.cut / tensor + (self.alone if tensor == 1 else 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,15 @@ def test_kept_activations_of_korthikanti(tensor: int, sequence_parallel: bool) -
     assert block.keeps("full").on_rank(1, False) == 2 * state
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_products_that_tensor_ranks_sum_are_kept_by_one_rank_alone(gated: bool) -> None:
+    kept = decoder_model(DecoderShape(1, 64, 4, 4, 256, 100, 32, gated=gated)).blocks[0].keeps("selective")
+    state = 2 * 32 * 64
+    assert kept.on_rank(1, False) == state + kept.cut + 2 * state
+    assert kept.on_rank(2, False) == state + kept.cut / 2
+    assert kept.on_rank(4, True) == (state + kept.cut) / 4
+
+
 def _kept(module: nn.Module, ids: torch.Tensor) -> int:
     """Bytes that live from forward to backward, parameters aside."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
