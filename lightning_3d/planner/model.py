@@ -78,6 +78,7 @@ class Part:
         width: Columns of its matrix products: the hidden size.
         matmul_flops: Of the products with weights in a forward; 2 for each multiplication with an addition.
         attention_flops: Of the products of activations, over the whole square of scores.
+        again_flops: Of the products with weights, those that selective checkpointing of the "products" computes again.
         causal: Half of that square is masked.
         head_size: Features of an attention head; 0 without attention.
         kept: Bytes in 16 bit that live from forward to backward, by kind of activation checkpointing; with attention
@@ -95,6 +96,7 @@ class Part:
     width: int = 1
     matmul_flops: float = 0.0
     attention_flops: float = 0.0
+    again_flops: float = 0.0
     causal: bool = False
     head_size: int = 0
     kept: Mapping[str, Bytes] = field(default_factory=lambda: MappingProxyType({}))

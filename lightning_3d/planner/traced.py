@@ -82,6 +82,7 @@ def _block(one: TracedPart, samples: int, matrices: tuple[Matrix, ...]) -> Part:
         width=max(1, round(state / 2 / rows)),
         matmul_flops=one.weight_flops / samples,
         attention_flops=one.activation_flops / samples,
+        again_flops=one.again_flops / samples,
         kept=MappingProxyType(_kept(one.kept, state, samples)),
         state=state,
         sums=_SUMS,
