@@ -1,4 +1,4 @@
-"""Products in groups without values: torch foretells their results in 16 bit alone, though its kernels have 32 bit too."""
+"""Products in groups without values: torch foretells results in 16 bit alone, though its kernels have 32 bit too."""
 
 from __future__ import annotations
 
