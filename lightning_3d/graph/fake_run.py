@@ -21,6 +21,7 @@ from lightning_3d.errors import ModuleError, user_line
 from lightning_3d.graph.blocks import Stack, containers, outer_modules
 from lightning_3d.graph.calls import Call, Handler, around_calls
 from lightning_3d.graph.fake_parameters import fake_parameters
+from lightning_3d.graph.grouped import in_a_known_precision
 from lightning_3d.graph.observer import EndPass, Function, Observer, Proceed, ProceedModule, Scene, ValueRead
 from lightning_3d.graph.places import innermost_call
 from lightning_3d.graph.quiet import quiet
@@ -179,7 +180,7 @@ class _Calls:
                 fix="torch.library.custom_op around the kernel, with register_fake",
             )
         try:
-            return function(*args, **kwargs)
+            return in_a_known_precision(function, args, kwargs)
         except Exception as failure:
             if not reads_values(function, failure):
                 raise

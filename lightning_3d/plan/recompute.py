@@ -114,6 +114,11 @@ def is_kept(operation: Any) -> bool:
     return operation in _KEPT
 
 
+def is_kept_product(name: str) -> bool:
+    """Returns whether "selective" keeps what an operation of this name gives, such as "aten.mm"."""
+    return any(name == str(kept._overloadpacket) for kept in _KEPT)
+
+
 def _policy(
     group: ShardGroup | None, context: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:

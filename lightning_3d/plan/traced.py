@@ -27,7 +27,7 @@ from lightning_3d.graph.parameters import ParameterTable, parameter_table
 from lightning_3d.graph.quiet import quiet
 from lightning_3d.graph.stand_ins import without_metrics
 from lightning_3d.parallel.pipeline.record.flops import CountsFlops
-from lightning_3d.plan.recompute import is_kept, recomputing
+from lightning_3d.plan.recompute import is_kept, is_kept_product, recomputing
 
 KINDS = ("none", "selective", "full")
 # Products of activations with each other.
@@ -43,6 +43,7 @@ class TracedPart:
         parameters: Elements of the parameters that it uses; tied ones count in the first part that uses them.
         weight_flops: Floating point operations of a forward: products with weights, and convolutions.
         activation_flops: Of products of activations: attention, over the whole square of scores.
+        again_flops: Of products with weights, what "selective" computes again: grouped products of experts.
         kept: Bytes that wait for backward after a forward, by kind of activation checkpointing.
         output: Bytes of what it returns.
     """
@@ -51,6 +52,7 @@ class TracedPart:
     parameters: int
     weight_flops: float
     activation_flops: float
+    again_flops: float
     kept: Mapping[str, int]
     output: int
 
@@ -108,6 +110,7 @@ def trace_model(
             parameters=table[index],
             weight_flops=plain.weights[index],
             activation_flops=plain.activations[index],
+            again_flops=plain.again[index],
             kept={kind: run.saved[index] for kind, run in runs.items()},
             output=plain.outputs[index],
         )
@@ -129,6 +132,7 @@ class _Run:
         self.saved = [0] * (count + 2)
         self.weights = [0.0] * (count + 2)
         self.activations = [0.0] * (count + 2)
+        self.again = [0.0] * (count + 2)
         self.outputs = [0] * (count + 2)
         self.largest = 0
         self._count = count
@@ -163,6 +167,8 @@ class _Run:
         """Operations are computed."""
         activations = any(name in operation for name in _OF_ACTIVATIONS)
         (self.activations if activations else self.weights)[self._part] += count
+        if not activations and not is_kept_product(operation):
+            self.again[self._part] += count
 
 
 class _Kept(TorchDispatchMode):

@@ -12,12 +12,16 @@ from types import MappingProxyType
 
 from lightning_3d.planner.model import BlockModel, Bytes, Matrix, Part
 from lightning_3d.planner.shapes import DecoderShape
+from lightning_3d.planner.software import THIS_LIBRARY, Software
+
+# An RMSNorm that is not one operation keeps its input and the normalised one, both in 32 bit: four states in 16 bit.
+_COPIES_OF_NORM = 4
 
 
 @lru_cache(maxsize=64)
-def decoder_model(shape: DecoderShape) -> BlockModel:
-    """Returns the price of a decoder's parts."""
-    block = _block(shape)
+def decoder_model(shape: DecoderShape, software: Software = THIS_LIBRARY) -> BlockModel:
+    """Returns the price of a decoder's parts, as some software keeps activations."""
+    block = _block(shape, software)
     first, last = _first(shape), _last(shape)
     return BlockModel(
         blocks=(block,) * shape.layers,
@@ -28,7 +32,7 @@ def decoder_model(shape: DecoderShape) -> BlockModel:
     )
 
 
-def _block(shape: DecoderShape) -> Part:
+def _block(shape: DecoderShape, software: Software) -> Part:
     hidden, sequence = shape.hidden, shape.sequence
     matrices = _matrices(shape)
     weights = sum(one.elements for one in matrices if one.columns > 1)
@@ -42,7 +46,7 @@ def _block(shape: DecoderShape) -> Part:
         attention_flops=4.0 * sequence * sequence * hidden,
         causal=True,
         head_size=hidden // shape.heads,
-        kept=MappingProxyType(_kept(shape)),
+        kept=MappingProxyType(_kept(shape, software)),
         scores=5.0 * shape.heads * sequence * sequence,
         state=2.0 * sequence * hidden,
         sums=2,
@@ -73,7 +77,7 @@ def _matrices(shape: DecoderShape) -> tuple[Matrix, ...]:
     )
 
 
-def _kept(shape: DecoderShape) -> dict[str, Bytes]:
+def _kept(shape: DecoderShape, software: Software) -> dict[str, Bytes]:
     """Bytes from forward to backward, in units of one 16-bit hidden state of the sequence, which is 2 s h."""
     state = 2.0 * shape.sequence * shape.hidden
     keys = shape.kv_heads / shape.heads
@@ -81,13 +85,17 @@ def _kept(shape: DecoderShape) -> dict[str, Bytes]:
     if shape.is_gated:
         # Both norms keep their input and what they give to the products; queries, keys and values, what attention
         # returns; of the feed-forward layer both halves, the activated one, their product.
-        none = Bytes(whole=4 * state, cut=(2 + 2 * keys + 4 * inner) * state)
-        # The input, and what each product with a weight returns: two of them are the parts of a sum over tensor ranks.
-        products = Bytes(whole=state, cut=(1 + 2 * keys + 2 * inner) * state, uncut=2 * state)
+        norm = 2 if software.fused_norms else 1 + _COPIES_OF_NORM
+        mixed = 2 if software.reference_blocks else 1
+        none = Bytes(whole=2 * norm * state, cut=(1 + mixed + 2 * keys + 4 * inner) * state)
+        # The input, and what each product with a weight returns, but for the two that tensor ranks sum.
+        products = Bytes(whole=state, cut=(1 + 2 * keys + 2 * inner) * state, alone=2 * state)
     else:
-        # Equation 2 of Korthikanti et al., without scores: 10 s h whole, 24 s h cut for an inner width of 4 h.
-        none = Bytes(whole=5 * state, cut=(2 + 2 * keys + 2 * inner) * state)
-        products = Bytes(whole=state, cut=(1 + 2 * keys + inner) * state, uncut=2 * state)
+        # Equation 2 of Korthikanti et al., without scores: 10 s h whole, 24 s h cut for an inner width of 4 h. Of the
+        # former two masks of dropout are 2 s h.
+        whole = 4 if software.reference_blocks else 5
+        none = Bytes(whole=whole * state, cut=(2 + 2 * keys + 2 * inner) * state)
+        products = Bytes(whole=state, cut=(1 + 2 * keys + inner) * state, alone=2 * state)
     return {"none": none, "selective": products, "full": Bytes(whole=state)}
 
 

@@ -21,16 +21,17 @@ class Bytes:
     Attributes:
         whole: On every tensor rank; sequence parallelism cuts them.
         cut: Each tensor rank has its part.
-        uncut: On every tensor rank in any case: sums that are still to be made over the tensor axis.
+        alone: On a single rank only: products that several tensor ranks sum, and compute again.
     """
 
     whole: float = 0.0
     cut: float = 0.0
-    uncut: float = 0.0
+    alone: float = 0.0
 
     def on_rank(self, tensor: int, sequence_parallel: bool) -> float:
         """Returns what one of some tensor ranks holds."""
-        return self.whole / (tensor if sequence_parallel else 1) + self.cut / tensor + self.uncut
+        whole = self.whole / (tensor if sequence_parallel else 1)
+        return whole + self.cut / tensor + (self.alone if tensor == 1 else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ class Part:
         width: Columns of its matrix products: the hidden size.
         matmul_flops: Of the products with weights in a forward; 2 for each multiplication with an addition.
         attention_flops: Of the products of activations, over the whole square of scores.
+        again_flops: Of the products with weights, those that selective checkpointing of the "products" computes again.
         causal: Half of that square is masked.
         head_size: Features of an attention head; 0 without attention.
         kept: Bytes in 16 bit that live from forward to backward, by kind of activation checkpointing; with attention
@@ -94,6 +96,7 @@ class Part:
     width: int = 1
     matmul_flops: float = 0.0
     attention_flops: float = 0.0
+    again_flops: float = 0.0
     causal: bool = False
     head_size: int = 0
     kept: Mapping[str, Bytes] = field(default_factory=lambda: MappingProxyType({}))

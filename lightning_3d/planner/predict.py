@@ -45,7 +45,7 @@ def predict(
     Raises:
         Lightning3DError: A name is unknown, or model, mesh and batch do not fit each other.
     """
-    graph = decoder_model(model) if isinstance(model, DecoderShape) else model
+    graph = decoder_model(model, software) if isinstance(model, DecoderShape) else model
     devices = load_cluster(cluster) if isinstance(cluster, str) else cluster
     pricer = Pricer(graph, devices, bytes_recipe, software=software, constants=constants)
     return pricer.predict(Case.checked(mesh, batch, pipeline_schedule, activation_checkpointing))

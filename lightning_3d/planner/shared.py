@@ -51,7 +51,7 @@ class Shared:
         self.flops = forward_flops(model)
         self.again = {
             "none": 0.0,
-            "selective": sum(part.attention_flops for part in self.blocks),
+            "selective": sum(part.attention_flops + part.again_flops for part in self.blocks),
             "full": sum(part.forward_flops for part in self.blocks),
         }
         self.kinds = tuple(dict.fromkeys(self.blocks))

@@ -25,6 +25,10 @@ class Software:
         reduced: Bytes of a gradient's element as it travels; None: those of the recipe.
         gathered: Bytes of a weight's element as it is gathered; None: those of the recipe.
         float8: Products with weights run in 8 bit.
+        reference_blocks: Decoders keep what this library's reference models do: no masks of dropout, and in Llama's
+            form a copy of what attention returns, which lies head by head as rotated queries do. False: as papers do.
+        fused_norms: RMSNorm is one operation that keeps its input, as torch's is on a GPU. False: the many operations
+            that it is on a CPU, a trace and a dry run included, which keep 32-bit copies.
     """
 
     fused_attention: bool = True
@@ -39,6 +43,8 @@ class Software:
     reduced: float | None = None
     gathered: float | None = None
     float8: bool = False
+    reference_blocks: bool = True
+    fused_norms: bool = True
 
 
 THIS_LIBRARY = Software()
@@ -54,4 +60,5 @@ MEGATRON = Software(
     buffers_per_microbatch=False,
     logit_bytes=10.0,
     reduced=2.0,
+    reference_blocks=False,
 )

@@ -101,7 +101,11 @@ class Speed:
             # Computing again ends before the block's last sum.
             again = forward - (sums / part.sums if part.sums else 0.0)
         elif part.is_block and kind == "selective":
-            again = attention + (moved if self.software.selective == "products" else self._scores(part, samples, size))
+            again = attention + (
+                part.again_flops * operations + moved
+                if self.software.selective == "products"
+                else self._scores(part, samples, size)
+            )
         backward = 2 * (matmul + attention) + _BACKWARD_MEMORY * moved + sums + launch + again
         return PartTimes(forward, backward, again, 2 * sums)
 

@@ -82,6 +82,7 @@ def _block(one: TracedPart, samples: int, matrices: tuple[Matrix, ...]) -> Part:
         width=max(1, round(state / 2 / rows)),
         matmul_flops=one.weight_flops / samples,
         attention_flops=one.activation_flops / samples,
+        again_flops=one.again_flops / samples,
         kept=MappingProxyType(_kept(one.kept, state, samples)),
         state=state,
         sums=_SUMS,
@@ -89,13 +90,16 @@ def _block(one: TracedPart, samples: int, matrices: tuple[Matrix, ...]) -> Part:
 
 
 def _kept(kept: Mapping[str, int], state: float, samples: int) -> dict[str, Bytes]:
-    # A block that is computed again as a whole holds its input, which autograd does not save.
-    found = {"full": Bytes(whole=state)}
-    for kind, size in kept.items():
-        if kind != "full":
-            whole = min(size / samples, _WHOLE_STATES * state)
-            found[kind] = Bytes(whole=whole, cut=size / samples - whole)
-    return found
+    # A block that computes again holds its input, which autograd does not save.
+    sizes = {kind: size / samples for kind, size in kept.items()}
+    whole = min(sizes["none"], _WHOLE_STATES * state)
+    # As many products as the tensor axis sums.
+    summed = min(sizes["selective"], _SUMS * state)
+    return {
+        "none": Bytes(whole=whole, cut=sizes["none"] - whole),
+        "selective": Bytes(whole=state, cut=sizes["selective"] - summed, alone=summed),
+        "full": Bytes(whole=state),
+    }
 
 
 def _heads(module: nn.Module) -> tuple[int, ...]:

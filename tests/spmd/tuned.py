@@ -42,7 +42,7 @@ _GPT2: dict[str, Any] = {
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**_LLAMA),
     "gpt2": lambda: transformers.GPT2Config(**_GPT2),
-    "mixtral": lambda: transformers.MixtralConfig(**_LLAMA, num_local_experts=4, experts_implementation="eager"),
+    "mixtral": lambda: transformers.MixtralConfig(**_LLAMA, num_local_experts=4),
     "odd": lambda: transformers.GPT2Config(**{**_GPT2, "vocab_size": VOCABULARY + 1}),
 }
 
@@ -69,9 +69,7 @@ class Tuned(NextToken):
         elif directory is None:
             model = model_of(kind, seed=5)
         else:
-            # torch's grouped products know no fp32 under fake tensors.
-            chosen = {"experts_implementation": "eager"} if kind == "mixtral" else {}
-            model = transformers.AutoModelForCausalLM.from_pretrained(directory, **chosen)
+            model = transformers.AutoModelForCausalLM.from_pretrained(directory)
         super().__init__(model)
         self.kind, self.late = kind, late
 

@@ -1,11 +1,15 @@
 """Decoders by formula: against the papers' equations, and against models that were traced."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_3d.errors import ConfigError
-from lightning_3d.planner import DecoderShape
+from lightning_3d.plan.traced import TracedPart, trace_model
+from lightning_3d.planner import MEGATRON, THIS_LIBRARY, DecoderShape
 from lightning_3d.planner.decoder import decoder_model
 from lightning_3d.planner.model import total_parameters
 from lightning_3d.reference.gpt import GPT
@@ -39,7 +43,7 @@ def test_parameters_of_mpt_and_llama() -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_kept_activations_of_korthikanti(tensor: int, sequence_parallel: bool) -> None:
     shape = tables.gpt(1, 6144, 64)
-    block = decoder_model(shape).blocks[0]
+    block = decoder_model(shape, MEGATRON).blocks[0]
     state = shape.sequence * shape.hidden
     cut = 24 + 5 * shape.heads * shape.sequence / shape.hidden
     expected = state * (10 / (tensor if sequence_parallel else 1) + cut / tensor)
@@ -48,49 +52,50 @@ def test_kept_activations_of_korthikanti(tensor: int, sequence_parallel: bool) -
     assert block.keeps("full").on_rank(1, False) == 2 * state
 
 
-def _kept(module: nn.Module, ids: torch.Tensor) -> int:
-    """Bytes that live from forward to backward, parameters aside."""
-    weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-    kept: dict[int, int] = {}
-    held = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-            held.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        module(ids)
-    return sum(kept.values())
+@pytest.mark.parametrize("gated", [False, True])
+def test_products_that_tensor_ranks_sum_are_kept_by_one_rank_alone(gated: bool) -> None:
+    kept = decoder_model(DecoderShape(1, 64, 4, 4, 256, 100, 32, gated=gated)).blocks[0].keeps("selective")
+    state = 2 * 32 * 64
+    assert kept.on_rank(1, False) == state + kept.cut + 2 * state
+    assert kept.on_rank(2, False) == state + kept.cut / 2
+    assert kept.on_rank(4, True) == (state + kept.cut) / 4
 
 
-@pytest.mark.parametrize("form", ["gpt", "llama"])
-def test_kept_activations_of_real_modules(form: str) -> None:
-    """A block's, as the difference of three blocks and one, in 16 bit."""
-    hidden, heads, sequence = 256, 4, 512
-    shape = (
-        DecoderShape(1, hidden, heads, 2, 768, 512, sequence)
-        if form == "llama"
-        else DecoderShape(1, hidden, heads, heads, 4 * hidden, 512, sequence)
-    )
+def _traced(shape: DecoderShape, *, fused_norms: bool) -> TracedPart:
+    """A block of a reference model, in 16 bit; a norm that is one operation everywhere stands for a GPU's RMSNorm."""
+    hidden, sequence = shape.hidden, shape.sequence
+    model: nn.Module
+    if shape.is_gated:
+        model = Llama(64, hidden, shape.ffn_hidden, 2, shape.heads, shape.kv_heads, sequence)
+        for block in model.blocks if fused_norms else ():
+            for name in ("attention_norm", "feed_forward_norm"):
+                setattr(block, name, nn.LayerNorm(hidden, bias=False))
+    else:
+        model = GPT(64, hidden, 2, shape.heads, sequence, shape.ffn_hidden)
     ids = torch.zeros(1, sequence, dtype=torch.long)
-    sizes = []
-    for layers in (1, 3):
-        module: nn.Module
-        if form == "llama":
-            module = Llama(512, hidden, 768, layers, heads, 2, sequence)
-            for block in module.blocks:
-                # Without a GPU RMSNorm is many operations, each of which keeps something; LayerNorm is one everywhere.
-                for name, norm in list(block.named_children()):
-                    if isinstance(norm, nn.RMSNorm):
-                        setattr(block, name, nn.LayerNorm(hidden, bias=False))
-        else:
-            module = GPT(512, hidden, layers, heads, sequence)
-        sizes.append(_kept(module.to(torch.bfloat16), ids))
-    found = (sizes[1] - sizes[0]) / 2
-    assert found == pytest.approx(decoder_model(shape).blocks[0].keeps("none").on_rank(1, False), rel=0.1)
+    module = LightningModule()
+    module.model = model.to(torch.bfloat16)
+    return trace_model(module, lambda: module.model(ids).sum()).blocks[1]
+
+
+@pytest.mark.parametrize("fused_norms", [False, True])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        DecoderShape(2, 256, 2, 2, 1024, 64, 128, gated=True),
+        DecoderShape(2, 256, 4, 2, 768, 64, 256),
+        DecoderShape(2, 512, 8, 1, 1536, 64, 128),
+        DecoderShape(2, 256, 4, 4, 1024, 64, 256),
+        DecoderShape(2, 256, 2, 2, 512, 64, 128, gated=False),
+    ],
+)
+def test_kept_activations_are_those_of_a_trace(shape: DecoderShape, fused_norms: bool) -> None:
+    block = decoder_model(shape, replace(THIS_LIBRARY, fused_norms=fused_norms)).blocks[0]
+    traced = _traced(shape, fused_norms=fused_norms).kept
+    # What is computed again holds its input, which autograd does not save.
+    held = {"none": 0, "selective": block.state, "full": block.state}
+    found = {kind: block.keeps(kind).on_rank(1, False) for kind in held}
+    assert found == pytest.approx({kind: traced[kind] + held[kind] for kind in held}, rel=0.02)
 
 
 def test_impossible_shapes() -> None:

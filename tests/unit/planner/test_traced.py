@@ -60,6 +60,10 @@ def test_rows_that_shards_pad_are_counted() -> None:
     limits = "data.limits={input_ids:128,labels:128}"
     block = model_of(compose_run(["recipe=mixtral_8x7b", *words, limits], config_name="plan")).blocks[0]
     experts = 8 * 3 * 32 * 64
+    # Each of 16 tokens goes through 2 of the 8, in grouped products, which selective recomputation does not keep.
+    assert block.again_flops == 2 * 16 * 2 * 3 * 32 * 64
+    # Queries, keys, values, what leaves attention, the router.
+    assert block.matmul_flops - block.again_flops == 2 * 16 * (4 * 32 * 32 + 8 * 32)
     assert block.padding(1, 8) == 0
     assert experts <= block.padding(1, 16) < 1.1 * experts
     assert 3 * experts <= block.padding(1, 32) < 3.1 * experts

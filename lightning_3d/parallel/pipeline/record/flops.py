@@ -7,13 +7,25 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 _aten = torch.ops.aten
-# torch counts attention on every device but this.
-_ATTENTION_ON_CPU = MappingProxyType(
-    {_aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[_aten._scaled_dot_product_flash_attention]}
+
+
+def _grouped(left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
+    """Operations of products in groups, such as experts: every row of a group's part meets one matrix."""
+    groups = left.shape[0] if left.dim() == right.dim() == 3 else 1
+    return 2 * groups * left.shape[-2] * left.shape[-1] * right.shape[-1]
+
+
+# torch counts attention on every device but this, and no products in groups.
+_NOT_IN_TORCH: Mapping[Any, Callable[..., Any]] = MappingProxyType(
+    {
+        _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[_aten._scaled_dot_product_flash_attention],
+        _aten._grouped_mm: _grouped,
+    }
 )
 
 
@@ -29,7 +41,7 @@ class CountsFlops(TorchDispatchMode):
     def __init__(self, add: Callable[[float, str], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._add = add
-        self._formulas: Mapping[Any, Callable[..., Any]] = {**_ATTENTION_ON_CPU, **flop_registry}
+        self._formulas: Mapping[Any, Callable[..., Any]] = {**_NOT_IN_TORCH, **flop_registry}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Computes, and counts by torch's formulas."""
