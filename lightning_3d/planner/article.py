@@ -84,7 +84,7 @@ def look_at(pricer: Pricer, case: Case) -> Look:
     copies = [mesh.devices * size / (paper.per_parameter * whole) for size in states]
     boundary = shared.state(case) * case.batch.micro_size
     facts = [
-        "states of 16 B per parameter: "
+        "states of 16 B per parameter, as the ZeRO paper counts: "
         + ", ".join(f"ZeRO {stage} {format_gb(size)}" for stage, size in enumerate(states)),
         f"without ZeRO, micro-batches of 1, all blocks recomputed: {format_gb(states[0])} of states and "
         f"{format_gb(bare.activations)} of activations on the first stage, "
@@ -208,8 +208,8 @@ def _schedule(case: Case, given: Prediction) -> list[Claim]:
         claims.append(
             Claim(
                 "recomputing everything costs 30 %",
-                f"{again / given.time.compute:.0%} of the computation, {again / (given.step_seconds - again):.0%} of "
-                "the step",
+                f"{again / given.time.compute:.0%} more computation, {again / (given.step_seconds - again):.0%} more "
+                "time",
                 abs(again / (given.step_seconds - again) - 0.3) <= _POINTS / 100 * 2,
             )
         )

@@ -66,7 +66,7 @@ class Answer:
 
     @property
     def place(self) -> str:
-        """Where the given mesh stands among those of the search: ``rank 3 of 214 that fit, 4.0% slower than ...``."""
+        """Where the given mesh stands among those of the search: ``place 3 of 214 that fit, 4.0% slower than ...``."""
         if self.problem:
             return f"impossible: {self.problem}"
         if self.look is None or self.found is None:
@@ -75,8 +75,8 @@ class Answer:
         if not given.fits or self.rank is None:
             return given.verdict
         if self.rank == 1:
-            return f"rank 1 of {len(times)} that fit"
-        return f"rank {self.rank} of {len(times)} that fit, {self.slower:.1%} slower than the best"
+            return f"place 1 of {len(times)} that fit"
+        return f"place {self.rank} of {len(times)} that fit, {self.slower:.1%} slower than the best"
 
     @property
     def slower(self) -> float | None:
@@ -94,6 +94,9 @@ class Answer:
             f"{format_count(self.parameters)} parameters, {request.space.global_size} samples in a step, "
             f"{request.bytes_recipe}"
         ]
+        if request.trainer_devices not in (None, request.devices):
+            asked = request.trainer_devices
+            parts[0] += f"\ntrainer.devices x trainer.num_nodes is {asked}, which num_devices={asked} would plan for"
         if self.place:
             parts[0] += f"\nthe mesh of {request.name} as it is: {self.place}"
         if self.rule is not None:

@@ -52,6 +52,7 @@ class Request:
         top: How many meshes to show.
         trial: Of how many of them to run real steps.
         picture: Where a picture is written.
+        trainer_devices: Devices that a training of this configuration would take; None if it takes what there is.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Request:
     top: int
     trial: int
     picture: str | None
+    trainer_devices: int | None
 
 
 def read_request(cfg: DictConfig) -> Request:
@@ -107,7 +109,14 @@ def read_request(cfg: DictConfig) -> Request:
         top=int(cfg.top),
         trial=int(cfg.trial),
         picture=cfg.picture,
+        trainer_devices=_trainer_devices(cfg),
     )
+
+
+def _trainer_devices(cfg: DictConfig) -> int | None:
+    """What a training would take; None if it takes what there is."""
+    devices = cfg.trainer.devices
+    return devices * int(cfg.trainer.num_nodes) if isinstance(devices, int) and devices > 0 else None
 
 
 def decoder_of(cfg: DictConfig) -> DecoderShape | None:

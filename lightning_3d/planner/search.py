@@ -14,7 +14,7 @@ from lightning_3d.planner.prediction import Prediction
 from lightning_3d.planner.pricing import Pricer
 from lightning_3d.planner.shapes import BatchShape, MeshShape
 from lightning_3d.planner.step import step_time
-from lightning_3d.units import counted
+from lightning_3d.units import counted, format_seconds
 
 _ORDERS = ("data,pipeline,tensor", "pipeline,data,tensor")
 # Larger shard groups pad more and wait longer: beyond these, replicas of shards are tried too.
@@ -233,7 +233,8 @@ def _rejections(
     for (pipeline, tensor, _), one in list(near.items())[:4]:
         if (pipeline, tensor) not in taken:
             over = one.needed - cluster.memory
-            text = f"does not fit: {one.needed / 1e9:.1f} GB needed, {over / 1e9:.1f} GB more than a device has"
+            more = f"{over / 1e9:.1f} GB" if over >= 1e9 else f"{over / 1e6:.0f} MB"
+            text = f"does not fit: {one.needed / 1e9:.1f} GB needed, {more} more than a device has"
             yield Rejected(f"{_name(one.case)}, checkpointing {one.case.kind}", text)
     largest = space.largest_tensor or cluster.devices_per_node
     for tensor in (degree for degree in range(2, largest + 1) if largest % degree == 0 and devices % degree == 0):
@@ -253,7 +254,7 @@ def why_slower(one: Prediction, best: Prediction) -> str:
     more = {name: seconds - best.time.by_name()[name] for name, seconds in one.time.by_name().items()}
     name = max(more, key=lambda part: more[part])
     slower = one.step_seconds / best.step_seconds - 1
-    return f"{slower:.0%} slower: {name} takes {more[name]:.2f} s more of {one.step_seconds:.2f} s"
+    return f"{slower:.0%} slower: {name} takes {format_seconds(more[name])} more of {format_seconds(one.step_seconds)}"
 
 
 def _name(case: Case) -> str:

@@ -114,9 +114,15 @@ def test_the_text_says_what_it_is(article: Answer) -> None:
     assert "Rejected" in text
     assert article.rank is not None
     assert article.found is not None
-    assert f"the mesh of gpt3_175b as it is: rank {article.rank} of {len(article.found.times)} that fit, " in text
+    assert f"the mesh of gpt3_175b as it is: place {article.rank} of {len(article.found.times)} that fit, " in text
     assert article.rank > 3
     assert "nodes of 8 devices" in text
+
+
+def test_devices_that_a_training_would_take_are_told_where_others_are_planned_for() -> None:
+    told = "trainer.devices x trainer.num_nodes is 4, which num_devices=4 would plan for"
+    assert told in str(answered(["recipe=demo", "trainer.devices=4"]))
+    assert "num_devices" not in str(answered(["recipe=demo", "trainer.devices=4", "num_devices=4"]))
 
 
 def test_what_is_pasted_makes_the_same_mesh(article: Answer) -> None:

@@ -43,7 +43,7 @@ def test_its_mesh_fits_and_is_near_the_best(recipe: str) -> None:
     assert answer.found is not None
     assert answer.rank is not None
     assert answer.slower is not None
-    line = f"rank {answer.rank} of {len(answer.found.times)} that fit"
+    line = f"place {answer.rank} of {len(answer.found.times)} that fit"
     assert f"the mesh of {recipe} as it is: {line}" in str(answer)
     if recipe in AS_TOLD:
         mesh = answer.look.given.mesh
