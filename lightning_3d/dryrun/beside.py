@@ -152,6 +152,5 @@ class Predictor:
             if counted.operation != "receive":
                 found[counted.axis] = found.get(counted.axis, 0.0) + counted.wire
         return tuple(
-            Compared(name=f"sent, {axis}", predicted=predicted.get(axis, 0.0), found=found.get(axis, 0.0))
-            for axis in dict.fromkeys([*predicted, *found])
+            Compared(name=f"sent, {axis}", predicted=predicted[axis], found=found.get(axis, 0.0)) for axis in predicted
         )

@@ -21,11 +21,11 @@ def prover() -> Prover:
     return Prover()
 
 
-# Of the two axes whose rows take long, one in three; the others are left to thorough runs.
+# Of the two axes whose rows take long, one in four; the others are left to thorough runs.
 ROWS = [
     *quick_rows(),
     *(
-        more(row) if index % 3 else row
+        more(row) if index % 4 else row
         for rows in (quick_tensor_rows(), quick_pipeline_rows())
         for index, row in enumerate(rows)
     ),

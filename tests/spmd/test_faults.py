@@ -85,7 +85,7 @@ def _is_there(process: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("how", [more(()), _TORCHRUN], ids=["launched", "torchrun"])
+@pytest.mark.parametrize("how", [(), more(*[_TORCHRUN])], ids=["launched", "torchrun"])
 @pytest.mark.parametrize(("rank", "strategy"), [(2, PIPELINE), more(0, ZERO)], ids=str)
 def test_the_traceback_of_the_rank_that_failed_comes_first(
     rank: int, strategy: dict[str, Any], how: tuple[str, ...], tmp_path: Path
@@ -175,7 +175,8 @@ def test_a_rank_without_memory_ends_all_with_what_to_try(tmp_path: Path) -> None
         assert step in told
 
 
-@pytest.mark.parametrize("strategy", [{"async_save": True, **PIPELINE}, more(ZERO)], ids=str)
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", [{"async_save": True, **PIPELINE}, ZERO], ids=str)
 def test_sigterm_saves_also_where_no_callback_does(strategy: dict[str, Any], tmp_path: Path) -> None:
     found = ended("ask alone", 1, tmp_path, strategy)
     assert "Traceback" not in found.output, found.output
