@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -33,14 +33,14 @@ _HEAD = """# Benchmarks
 
 Measured side by side in one run: the loops of a comparison take turns step by step, so that both meet the same noise of
 the machine. Quartiles are those of the ratio ours / theirs of neighbouring steps; a target is met when the lower
-quartile is at or below it. `make bench` makes this page (about half an hour), and each section names the command of
+quartile is at or below it. `make bench` makes this page (about an hour), and each section names the command of
 its own. CPU and gloo throughout: what the strategy costs on the host and in collectives shows here, what kernels and
 links of GPUs do does not.
 
 """
 
 
-def section(name: str, arguments: Iterable[str] = ()) -> str:
+def section(name: str, arguments: Sequence[str] = ()) -> str:
     """Runs one benchmark and returns its part of the page.
 
     Raises:
@@ -53,7 +53,8 @@ def section(name: str, arguments: Iterable[str] = ()) -> str:
     picture = "\n![Scaling](pictures/scaling.png)\n" if name == "scaling" else ""
     lines = [line for line in done.stdout.splitlines() if line.startswith(("|", "**", "Not ")) or not line]
     table = "\n".join(lines).strip()
-    body = f"## {SECTIONS[name]}\n\n{words}\n\n{table}\n{picture}\nMeasured on {_machine()}."
+    given = f", with `{' '.join(arguments)}`" if arguments else ""
+    body = f"## {SECTIONS[name]}\n\n{words}\n\n{table}\n{picture}\nMeasured on {_machine()}{given}."
     return f"{_BEGIN.format(name)}\n{body}\n{_END.format(name)}"
 
 
@@ -79,11 +80,13 @@ def main() -> int:
     """Writes the page, part by part."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="these parts")
+    parser.add_argument("--steps", help="timed steps of each loop, for the parts that take some; by default their own")
     options = parser.parse_args()
+    arguments = ("--steps", options.steps) if options.steps else ()
     for name in options.only:
         page = PAGE.read_text() if PAGE.exists() else _HEAD
         print(f"{SECTIONS[name]} ...", flush=True)
-        PAGE.write_text(written(page, name, section(name)))
+        PAGE.write_text(written(page, name, section(name, arguments)))
     print(PAGE)
     return 0
 
