@@ -1,7 +1,8 @@
 """Step times of the data axis beside what people use today: `python -m tests.benchmarks.data_axis`.
 
 Two processes (one for the single-device pair); in each, the two loops take turns step by step. Both sides train the
-same model on the same batches with AdamW and clipping by norm. Prints a Markdown table; asserts nothing.
+same model on the same batches with AdamW and clipping by norm. For ranks of one machine DeepSpeed builds collectives of
+its own, through shared memory; all others use gloo. Prints a Markdown table; asserts nothing.
 """
 
 from __future__ import annotations
