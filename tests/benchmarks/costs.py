@@ -102,9 +102,12 @@ def costs(rank: int, world: int, way: int | str) -> Costs:
         loop_of(way, rank)(Side(_Alone(), 0))
     step = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
     loop_of(way, rank)(Side(_Alone(step), 0))
-    totals = [event["args"]["Total Allocated"] for event in _events(memory) if event.get("name") == "[memory]"]
+    allocations = sorted((event for event in _events(memory) if event.get("name") == "[memory]"), key=lambda e: e["ts"])
+    totals = [event["args"]["Total Allocated"] for event in allocations]
+    # The counter goes on from earlier profiles of this process, of which it has not heard what was freed after them.
+    before = totals[0] - allocations[0]["args"]["Bytes"]
     sums = [event["args"] for event in _events(step) if str(event.get("name")).startswith("gloo:")]
-    return Costs(max(totals), len(sums), sum(map(_size, sums)))
+    return Costs(max(totals) - before, len(sums), sum(map(_size, sums)))
 
 
 def _events(seen: profile) -> list[dict[str, Any]]:

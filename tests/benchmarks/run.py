@@ -51,11 +51,21 @@ def section(name: str, arguments: Sequence[str] = ()) -> str:
     module = ast.parse((ROOT / "tests" / "benchmarks" / f"{name}.py").read_text())
     words = (ast.get_docstring(module) or "").partition("Prints")[0].strip()
     picture = "\n![Scaling](pictures/scaling.png)\n" if name == "scaling" else ""
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("|", "**", "Not ")) or not line]
-    table = "\n".join(lines).strip()
+    table = _tables(done.stdout)
     given = f", with `{' '.join(arguments)}`" if arguments else ""
     body = f"## {SECTIONS[name]}\n\n{words}\n\n{table}\n{picture}\nMeasured on {_machine()}{given}."
     return f"{_BEGIN.format(name)}\n{body}\n{_END.format(name)}"
+
+
+def _tables(output: str) -> str:
+    """The tables of an output, their titles, and what is said behind them; not what libraries say."""
+    lines = []
+    for line in output.splitlines():
+        if line.startswith(("**", "Not ")):
+            lines += ["", line, ""]
+        elif line.startswith("|"):
+            lines.append(line)
+    return "\n".join(lines).strip()
 
 
 def _machine() -> str:
