@@ -96,21 +96,21 @@ def trainer_loop(strategy: Strategy, rank: int, world: int, size: Size, *, clip:
 
     def loop(side: Side) -> None:
         with _fsdp_on_cpu() if isinstance(strategy, FSDPStrategy) else ExitStack():
-            trainer = trainer_of(strategy, world, side, clip=clip)
+            trainer = trainer_of(strategy, world, [side.callback()], clip=clip)
             trainer.fit(Model(size), loader(size.batches(rank, side.turns.steps)))
 
     return loop
 
 
-def trainer_of(strategy: Strategy, world: int, side: Side, *, clip: float | None) -> L.Trainer:
-    """Returns a quiet Trainer that gives the turn away after each step."""
+def trainer_of(strategy: Strategy, world: int, callbacks: list[L.Callback], *, clip: float | None = CLIP) -> L.Trainer:
+    """Returns a quiet Trainer on all ranks."""
     return L.Trainer(
         accelerator="cpu",
         devices=world,
         strategy=strategy,
         max_epochs=1,
         gradient_clip_val=clip,
-        callbacks=[side.callback()],
+        callbacks=callbacks,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
 
 from lightning_3d import Mesh3DStrategy
 from lightning_3d.reference.gpt import GPT
+from tests.benchmarks.loops import CLIP, RATE, loader, trainer_of
 from tests.benchmarks.paired import HEADER, Comparison, Side, Turns
 from tests.spmd.pool import run_spmd
 
-VOCABULARY, CLIP, RATE, STAGES, WARM_UP = 256, 1.0, 1e-3, 2, 5
+VOCABULARY, STAGES, WARM_UP = 256, 2, 5
 TARGET = 1.03
 
 
@@ -116,27 +116,9 @@ def ours(size: Size, schedule: str) -> Callable[[Side], None]:
         strategy = Mesh3DStrategy(
             pipeline_parallel_size=STAGES, num_microbatches=size.microbatches, pipeline_schedule=schedule
         )
-        data: Any = size.batches(side.turns.steps)
-        trainer_of(strategy, [side.callback()]).fit(Model(size), DataLoader(data, batch_size=None))
+        trainer_of(strategy, STAGES, [side.callback()]).fit(Model(size), loader(size.batches(side.turns.steps)))
 
     return loop
-
-
-def trainer_of(strategy: Mesh3DStrategy, callbacks: list[L.Callback]) -> L.Trainer:
-    """Returns a quiet Trainer on both stages."""
-    return L.Trainer(
-        accelerator="cpu",
-        devices=STAGES,
-        strategy=strategy,
-        max_epochs=1,
-        gradient_clip_val=CLIP,
-        callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
 
 
 def by_hand(size: Size, schedule: str, rank: int) -> Callable[[Side], None]:

@@ -21,7 +21,6 @@ from unittest import mock
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_3d import Mesh3DStrategy
 from lightning_3d.config.schema import ONE_STAGE_SCHEDULES
@@ -29,7 +28,7 @@ from lightning_3d.parallel.pipeline.schedule.actions import Action
 from lightning_3d.parallel.pipeline.schedule.simulate import StageTimes, ideal_bubble, simulate
 from lightning_3d.parallel.pipeline.schedule.stopwatch import Stopwatch
 from lightning_3d.parallel.pipeline.schedule.timeline import Timeline
-from tests.benchmarks.pipeline_axis import trainer_of
+from tests.benchmarks.loops import loader, trainer_of
 from tests.spmd.pool import run_spmd
 
 RANKS, WARM_UP, CLOSE = 2, 3, 0.03
@@ -112,9 +111,9 @@ def measure(rank: int, world: int, schedule: str, microbatches: int, steps: int)
     strategy = Mesh3DStrategy(pipeline_parallel_size=RANKS, num_microbatches=microbatches, pipeline_schedule=schedule)
     generator = torch.Generator().manual_seed(1)
     batch = torch.randn(microbatches * SAMPLES, 4, WIDTH, generator=generator)
-    data: Any = [batch] * (steps + WARM_UP)
+    data = [batch] * (steps + WARM_UP)
     with times.clocks():
-        trainer_of(strategy, [Timelines(times)]).fit(Blocks(), DataLoader(data, batch_size=None))
+        trainer_of(strategy, world, [Timelines(times)]).fit(Blocks(), loader(data))
     del times.timelines[:WARM_UP]
     return times
 

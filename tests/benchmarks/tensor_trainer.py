@@ -58,7 +58,7 @@ def loop_of(strategy: Strategy, world: int, size: Size) -> Loop:
         generator = torch.Generator().manual_seed(1)
         shape = (size.batch, size.steps, size.width)
         batches = [torch.randn(shape, generator=generator) for _ in range(side.turns.steps)]
-        trainer_of(strategy, world, side, clip=None).fit(Stack(size), loader(batches))
+        trainer_of(strategy, world, [side.callback()], clip=None).fit(Stack(size), loader(batches))
 
     return loop
 
