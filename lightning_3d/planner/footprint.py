@@ -8,6 +8,8 @@ from lightning_3d.planner.bubble import in_flight
 from lightning_3d.planner.case import Case
 from lightning_3d.planner.layout import Kind
 from lightning_3d.planner.prediction import MemoryParts
+from lightning_3d.planner.recipes import ModelStates
+from lightning_3d.planner.shapes import MeshShape
 from lightning_3d.planner.shared import Shared
 
 
@@ -24,8 +26,7 @@ def footprint(shared: Shared, case: Case) -> tuple[MemoryParts, int, float]:
     found = []
     for kind in shared.layout(case).kinds:
         # Of equal ranks the first or the last has most in flight, by schedule.
-        waiting = [(_waiting(case, rank), rank) for rank in {kind.first, kind.last}]
-        count, rank = max(waiting)
+        count, rank = max([(_waiting(case, rank), rank) for rank in {kind.first, kind.last}])
         flights = count / case.stages_per_rank
         memory = _rank_memory(shared, case, kind, flights)
         found.append((memory.total, rank, memory, flights))
@@ -59,15 +60,13 @@ def _waiting(case: Case, rank: int) -> int:
 
 
 def _rank_memory(shared: Shared, case: Case, kind: Kind, flights: float) -> MemoryParts:
-    mesh, recipe, tensor = case.mesh, shared.recipe, case.mesh.tensor_parallel_size
-    plain, padded = shared.parameters(mesh, kind)
-    shards, stage = mesh.shards, mesh.zero_stage
-    states = recipe.states(plain, zero_stage=stage, shards=shards)
-    padding = recipe.states(padded - plain, zero_stage=stage, shards=shards).total
-    gathered, reducing = _units_at_work(shared, case, kind)
-    samples, width = case.batch.micro_size, recipe.computed / 2
-    kept = kind.sum(shared.kept_prefix(tensor, mesh.sequence_parallel, case.kind)) * flights
-    again = _working(shared, case, kind.spans) * samples * width
+    mesh, tensor = case.mesh, case.mesh.tensor_parallel_size
+    of_weights = ("weights", kind, tensor, mesh.shards, mesh.zero_stage)
+    states, padding, gathered, reducing = shared.once(of_weights, lambda: _weights(shared, mesh, kind))
+    samples, width = case.batch.micro_size, shared.recipe.computed / 2
+    of_sample = ("sample", kind, tensor, mesh.sequence_parallel, case.kind)
+    kept, working = shared.once(of_sample, lambda: _sample(shared, case, kind))
+    kept, again = kept * flights, working * samples * width
     logits = 0.0
     if kind.has_last:
         last = shared.model.last
@@ -82,7 +81,7 @@ def _rank_memory(shared: Shared, case: Case, kind: Kind, flights: float) -> Memo
     at_loss = logits > again + reducing
     return MemoryParts(
         parameters=states.parameters,
-        gathered_parameters=gathered * recipe.computed,
+        gathered_parameters=gathered * shared.recipe.computed,
         gradients=states.gradients + (0.0 if at_loss else reducing),
         optimizer=states.optimizer,
         activations=kept * samples * width,
@@ -93,9 +92,24 @@ def _rank_memory(shared: Shared, case: Case, kind: Kind, flights: float) -> Memo
     )
 
 
-def _units_at_work(shared: Shared, case: Case, kind: Kind) -> tuple[float, float]:
+def _weights(shared: Shared, mesh: MeshShape, kind: Kind) -> tuple[ModelStates, float, float, float]:
+    """What does not depend on the batch: states, bytes of padding, and the two figures of the units at work."""
+    plain, padded = shared.parameters(mesh, kind)
+    states, padding = (
+        shared.recipe.states(elements, zero_stage=mesh.zero_stage, shards=mesh.shards)
+        for elements in (plain, padded - plain)
+    )
+    return states, padding.total, *_units_at_work(shared, mesh, kind)
+
+
+def _sample(shared: Shared, case: Case, kind: Kind) -> tuple[float, float]:
+    """Bytes of a sample in 16 bit, over all blocks: kept for the backward, and held while a block is computed again."""
+    prefix = shared.kept_prefix(case.mesh.tensor_parallel_size, case.mesh.sequence_parallel, case.kind)
+    return kind.sum(prefix), _working(shared, case, kind.spans)
+
+
+def _units_at_work(shared: Shared, mesh: MeshShape, kind: Kind) -> tuple[float, float]:
     """Elements of whole weights that are gathered, and bytes of whole gradients of the unit that reduces."""
-    mesh = case.mesh
     if not shared.software.shards_by_unit or mesh.shards == 1 or mesh.zero_stage == 0:
         return 0.0, 0.0
     tensor = mesh.tensor_parallel_size

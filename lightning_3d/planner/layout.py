@@ -11,7 +11,8 @@ from lightning_3d.parallel.pipeline.balance import balanced
 from lightning_3d.parallel.pipeline.placement import ranks_of_stages
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+# Compared as objects, as figures are remembered for each.
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Kind:
     """Pipeline ranks that hold the same.
 

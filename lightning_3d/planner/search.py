@@ -112,7 +112,12 @@ def search(pricer: Pricer, devices: int, space: Space, *, top: int = 3) -> Found
     fitting: list[Candidate] = []
     misfits: list[Candidate] = []
     priced = 0
+    # Larger micro-batches keep as much or more: the least that does not fit, by all else that memory depends on.
+    too_large: dict[tuple[int | str, ...], int] = {}
     for cases in _choices(pricer, devices, space):
+        key, micro = _memory_key(cases[0]), cases[0].batch.micro_size
+        if too_large.get(key, micro + 1) <= micro:
+            continue
         for case in cases:
             priced += 1
             candidate = price(pricer, case)
@@ -121,6 +126,8 @@ def search(pricer: Pricer, devices: int, space: Space, *, top: int = 3) -> Found
                 # What computes less again is faster.
                 break
             misfits.append(candidate)
+        else:
+            too_large[key] = micro
     fitting.sort(key=lambda one: one.seconds)
     families: dict[tuple[int, int], Candidate] = {}
     for one in fitting:
@@ -264,6 +271,13 @@ def _name(case: Case) -> str:
 
 def _family(case: Case) -> tuple[int, int]:
     return case.mesh.pipeline_parallel_size, case.mesh.tensor_parallel_size
+
+
+def _memory_key(case: Case) -> tuple[int | str, ...]:
+    """All that the bytes of a model depend on, but for the micro-batch and what is computed again."""
+    mesh = case.mesh
+    stages = mesh.zero_stage, mesh.stages_per_rank
+    return mesh.data_parallel_size, mesh.shards, *_family(case), *stages, case.schedule
 
 
 def _divisors(number: int) -> list[int]:

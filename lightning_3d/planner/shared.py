@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_3d.planner.case import Case
 from lightning_3d.planner.cluster import Cluster
@@ -14,6 +15,8 @@ from lightning_3d.planner.recipes import byte_recipe
 from lightning_3d.planner.shapes import MeshShape
 from lightning_3d.planner.software import Software
 from lightning_3d.planner.speed import Group, PartTimes, Speed
+
+T = TypeVar("T")
 
 
 class Shared:
@@ -66,6 +69,18 @@ class Shared:
     def gathered(self) -> float:
         """Bytes of a weight's element as it travels."""
         return self.recipe.computed if self.software.gathered is None else self.software.gathered
+
+    def once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+        """Returns what ``make`` returned when it was first asked with this key.
+
+        Args:
+            key: What the figure is, and all that it depends on.
+            make: Computes it.
+        """
+        if key not in self._known:
+            self._known[key] = make()
+        found: T = self._known[key]
+        return found
 
     def state(self, case: Case) -> float:
         """Bytes of a sample's hidden state between stages."""
