@@ -78,12 +78,14 @@ def _machine() -> str:
 
 
 def written(page: str, name: str, text: str) -> str:
-    """Returns the page with one part replaced, or added at its end."""
+    """Returns the page with one part replaced or added, the parts in their order."""
+    parts = {each: part for each in SECTIONS if (part := _part(page, each)) is not None} | {name: text}
+    return _HEAD + "\n\n".join(parts[each] for each in SECTIONS if each in parts) + "\n"
+
+
+def _part(page: str, name: str) -> str | None:
     begin, end = _BEGIN.format(name), _END.format(name)
-    if begin not in page:
-        return f"{page.rstrip()}\n\n{text}\n"
-    head, _, rest = page.partition(begin)
-    return f"{head}{text}{rest.partition(end)[2]}"
+    return begin + page.partition(begin)[2].partition(end)[0] + end if begin in page else None
 
 
 def main() -> int:
@@ -94,7 +96,7 @@ def main() -> int:
     options = parser.parse_args()
     arguments = ("--steps", options.steps) if options.steps else ()
     for name in options.only:
-        page = PAGE.read_text() if PAGE.exists() else _HEAD
+        page = PAGE.read_text() if PAGE.exists() else ""
         print(f"{SECTIONS[name]} ...", flush=True)
         PAGE.write_text(written(page, name, section(name, arguments)))
     print(PAGE)
