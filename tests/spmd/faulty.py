@@ -21,7 +21,7 @@ from tests.features.modules import Module, Samples
 
 STEP = 3
 # Seconds of a rank's patience where another one hangs; to start all of them takes as long on a busy machine.
-TIMEOUT = 20
+TIMEOUT = 30
 
 
 class Faulty(Module):

@@ -17,7 +17,7 @@ import pytest
 from tests.contract.sources import ROOT
 from tests.marks import more
 
-pytestmark = [pytest.mark.spmd, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.spmd, pytest.mark.slow, pytest.mark.timeout(480)]
 
 STEPS, SAMPLES = 10, 96
 
@@ -44,7 +44,7 @@ def started(
 def finished(agent: subprocess.Popen[str]) -> str:
     """Returns what an agent and its ranks have said, when they are gone."""
     try:
-        output, _ = agent.communicate(timeout=120)
+        output, _ = agent.communicate(timeout=200)
     except subprocess.TimeoutExpired:
         os.killpg(agent.pid, signal.SIGKILL)
         output, _ = agent.communicate()

@@ -3,6 +3,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -39,11 +40,25 @@ def tensors(rank: int, world: int) -> torch.Tensor:
 
 
 def test_processes_are_kept_and_tensors_come_back() -> None:
+    # Those that an earlier test has filled with threads end with the first call.
+    run_spmd(tensors, 2)
     results = run_spmd(tensors, 2)
     before = shared_pool().processes()
     torch.testing.assert_close(results[1], torch.ones(2))
     run_spmd(tensors, 2)
     assert shared_pool().processes() == before
+
+
+def leaves_threads(rank: int, world: int, number: int) -> None:
+    for _ in range(number):
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+
+
+def test_a_process_full_of_threads_ends() -> None:
+    run_spmd(leaves_threads, 2, 40)
+    assert not {0, 1} & shared_pool().processes().keys()
+    assert run_spmd(total, 2, 1) == [1, 1]
+    assert {0, 1} <= shared_pool().processes().keys()
 
 
 def raises_on_one(rank: int, world: int) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from lightning_3d.cli import VERBS
 
-# Of CPU, which other processes do not disturb as they do wall time; the promise is 1.5.
-SECONDS = 1.5
+# Of CPU, which other processes do not disturb as they do wall time; the promise is 1.5. A slow machine may take more,
+# but no more than this share of what it would take to import Lightning.
+SECONDS, SHARE = 1.5, 0.25
 _WATCHED = """
 import sys
 sys.argv = ["lightning-3d", *sys.argv[1:]]
@@ -27,10 +29,17 @@ sys.exit(code)
 
 
 def _started(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    return _timed("-c", _WATCHED, *arguments, folder=folder)
+
+
+@cache
+def _lightning_seconds() -> float:
+    return _timed("-c", "import lightning", folder=Path())[1]
+
+
+def _timed(*arguments: str, folder: Path) -> tuple[subprocess.CompletedProcess[str], float]:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [sys.executable, "-c", _WATCHED, *arguments], capture_output=True, text=True, timeout=60, cwd=folder
-    )
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, cwd=folder)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
@@ -41,7 +50,7 @@ def test_help_answers_at_once(verb: str, tmp_path: Path) -> None:
     assert done.returncode == 0
     assert done.stderr == "loaded:\n"
     assert done.stdout.startswith(f"usage: lightning-3d {verb}")
-    assert seconds < SECONDS
+    assert seconds < SECONDS or seconds < SHARE * _lightning_seconds()
 
 
 @pytest.mark.parametrize(
@@ -63,7 +72,7 @@ def test_what_is_wrong_is_told_before_torch_is_imported(words: str, fact: str, t
     assert done.returncode == 2
     assert fact in done.stderr
     assert done.stderr.endswith("\nloaded:\n")
-    assert seconds < SECONDS
+    assert seconds < SECONDS or seconds < SHARE * _lightning_seconds()
 
 
 def test_help_of_a_verb_tells_groups_and_options_with_their_comments(tmp_path: Path) -> None:
