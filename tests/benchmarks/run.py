@@ -6,6 +6,7 @@ import argparse
 import ast
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -59,13 +60,16 @@ def section(name: str, arguments: Sequence[str] = ()) -> str:
 
 def _tables(output: str) -> str:
     """The tables of an output, their titles, and what is said behind them; not what libraries say."""
-    lines = []
+    lines: list[str] = []
     for line in output.splitlines():
         if line.startswith(("**", "Not ")):
             lines += ["", line, ""]
+        elif line.startswith("|---") and lines:
+            # A table begins with the line before.
+            lines[-1:] = ["", lines[-1], line]
         elif line.startswith("|"):
             lines.append(line)
-    return "\n".join(lines).strip()
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
 
 
 def _machine() -> str:

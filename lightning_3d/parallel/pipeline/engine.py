@@ -54,6 +54,7 @@ class _Batch:
         step: Runs the user's step on a micro-batch.
         loss: Gives what to go backward from; None for evaluation.
         records: What the step does with each micro-batch.
+        kinds: What each stage receives of a micro-batch, by the record's identity and the stage.
         boundaries: What each stage receives.
         outputs: What the step returned on the last stage, by micro-batch.
     """
@@ -61,6 +62,7 @@ class _Batch:
     step: Callable[[int], Any]
     loss: Callable[[int, Any], Tensor] | None
     records: tuple[StepRecord, ...]
+    kinds: Mapping[tuple[int, int], tuple[Slot, ...]]
     boundaries: tuple[Boundary, ...]
     outputs: dict[int, Any] = field(default_factory=dict)
 
@@ -216,9 +218,18 @@ class PipelineEngine:
             self._records.get(signature, partial(self._runs.record, partial(step, index)))
             for index, signature in enumerate(signatures)
         )
-        firsts = [stage.first for stage in self._plan.stages[1:]]
-        boundaries = tuple(boundary_of(_kind(record, first) for record in records) for first in firsts)
-        return _Batch(step=step, loss=loss, records=records, boundaries=(Boundary(()), *boundaries))
+        # Micro-batches of one kind have one record.
+        different = {id(record): record for record in records}
+        kinds = {
+            (key, stage.index): tuple(map(slot_of, record.boundaries[stage.first])) if stage.index else ()
+            for key, record in different.items()
+            for stage in self._plan.stages
+        }
+        boundaries = tuple(
+            boundary_of(kinds[key, stage.index] for key in different) if stage.index else Boundary(())
+            for stage in self._plan.stages
+        )
+        return _Batch(step=step, loss=loss, records=records, kinds=kinds, boundaries=boundaries)
 
     def _run(self, batch: _Batch, build: Callable[..., Any], microbatches: int, **options: Any) -> dict[int, Any]:
         """Runs a batch in a schedule that is made for it, or for one like it before."""
@@ -264,28 +275,20 @@ class PipelineEngine:
         if microbatch >= len(batch.records):
             return _empty((ROOT,) if last else batch.boundaries[stage + 1].slots, received, self._device)
         record = batch.records[microbatch]
-        values = batch.boundaries[stage].unpack(received, self._kind(record, stage))
+        values = batch.boundaries[stage].unpack(received, batch.kinds[id(record), stage])
         result = self._runs.run_stage(stage, values, record, partial(batch.step, microbatch))
         if not last:
-            return batch.boundaries[stage + 1].pack(result, self._kind(record, stage + 1))
+            return batch.boundaries[stage + 1].pack(result, batch.kinds[id(record), stage + 1])
         root = ROOT.on(self._device) if batch.loss is None else _root(batch.loss(microbatch, result), microbatch)
         # A graph that the caller keeps would keep the activations.
         batch.outputs[microbatch] = tree_map_only(Tensor, Tensor.detach, result)
         return (root,)
-
-    def _kind(self, record: StepRecord, stage: int) -> tuple[Slot, ...]:
-        return _kind(record, self._plan.stages[stage].first) if stage else ()
 
     def _notice(self, reason: str) -> None:
         """Says once, on one rank, that the bubble will not be filled as the schedule would."""
         level = logging.DEBUG if self._noticed or process_rank() else logging.WARNING
         self._noticed = True
         _log.log(level, "%s runs whole backwards, so it fills less of the bubble: %s", self._plan.schedule, reason)
-
-
-def _kind(record: StepRecord, first: int) -> tuple[Slot, ...]:
-    """What is alive when a block is called."""
-    return tuple(slot_of(value) for value in record.boundaries[first])
 
 
 def _empty(slots: Sequence[Slot], received: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:

@@ -158,6 +158,10 @@ class HiddenValues:
     def __iter__(self) -> Iterator[Hidden]:
         return iter(self._all)
 
+    def by_origin(self) -> dict[Origin, Tensor]:
+        """Returns the values by who made them, or wrote to them last."""
+        return {hidden.origin: hidden.value for hidden in self._all}
+
     def find(self, value: object) -> Hidden | None:
         """Returns what is known of a value; None if it is not hidden."""
         return self._now.get(id(value))
@@ -230,6 +234,8 @@ class HiddenValues:
 
 def numbered(origin: Origin, output: int) -> Origin:
     """Returns the origin of another output of the same call."""
+    if output == origin.output:
+        return origin
     return Origin(kind=origin.kind, maker=origin.maker, call=origin.call, output=output)
 
 

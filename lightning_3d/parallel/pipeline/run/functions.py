@@ -93,7 +93,8 @@ def checkpointed_region() -> object | None:
 
 def is_absent(value: object) -> bool:
     """Returns whether a value is a parameter that lives on other pipeline ranks only."""
-    return isinstance(value, nn.Parameter) and value.is_meta
+    # Parameter's own isinstance is slow, and plain tensors are asked for most.
+    return type(value) is not Tensor and isinstance(value, Tensor) and isinstance(value, nn.Parameter) and value.is_meta
 
 
 def asks_for_device(function: Function, args: tuple[Any, ...]) -> bool:
@@ -142,6 +143,6 @@ class ParameterNames:
 
     def _may_be_new(self, value: object) -> bool:
         # Parameters are gathered, and read as parts, while a step runs.
-        if isinstance(value, nn.Parameter):
-            return True
-        return self._leaves and isinstance(value, Tensor) and value.is_leaf and value.requires_grad
+        if not isinstance(value, Tensor):
+            return False
+        return isinstance(value, nn.Parameter) or (self._leaves and value.is_leaf and value.requires_grad)

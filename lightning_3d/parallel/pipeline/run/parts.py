@@ -45,12 +45,12 @@ for _name, _method in _methods_of_tensors().items():
 
 def watched(tree: Any) -> Any:
     """Makes the shards in nested containers such as a mode sees, in place."""
-    return replaced(tree, _as(Shard, WatchedShard))
+    return replaced(tree, _TO_WATCHED)
 
 
 def unwatched(tree: Any) -> Any:
     """Makes them fast again, in place."""
-    return replaced(tree, _as(WatchedShard, Shard))
+    return replaced(tree, _TO_FAST)
 
 
 def local_part(tensor: Tensor, value: Value) -> Tensor:
@@ -95,6 +95,9 @@ def _as(kind: type[Shard], other: type[Shard]) -> Callable[[Tensor], Tensor]:
         return tensor
 
     return change
+
+
+_TO_WATCHED, _TO_FAST = _as(Shard, WatchedShard), _as(WatchedShard, Shard)
 
 
 def _described(shape: tuple[int, ...], dtype: object, layout: object) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import lru_cache
+from operator import is_
 from typing import Any, NoReturn
 
 import torch
@@ -127,6 +129,8 @@ class Placeholder(Tensor):
         return func(*args, **kwargs)
 
 
+# Asked of each function that a step calls, and of each property that it reads.
+@lru_cache(maxsize=1024)
 def tells_about(function: Function) -> bool:
     """Returns whether a function tells about a tensor without its values."""
     name = getattr(function, "__name__", "")
@@ -222,7 +226,7 @@ def replaced(tree: Any, change: Callable[[Tensor], Any]) -> Any:
         return change(tree)
     if isinstance(tree, tuple):
         parts = [replaced(part, change) for part in tree]
-        if all(new is old for new, old in zip(parts, tree, strict=True)):
+        if all(map(is_, parts, tree)):
             return tree
         return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
     if isinstance(tree, list):

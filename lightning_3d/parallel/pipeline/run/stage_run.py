@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -141,7 +141,8 @@ class StageRun:
         if begins or ends:
             with self._mode.aside(), torch.set_grad_enabled(self._with_gradients):
                 if ends:
-                    self._outputs = tuple(map(self._sent, self._outgoing))
+                    made = self._values.by_origin()
+                    self._outputs = tuple(self._sent(value, made) for value in self._outgoing)
                     raise StageExit
                 self._bind()
         self._position += 1
@@ -269,7 +270,8 @@ class StageRun:
             output = self._imagined(function, args, kwargs)
         if not self._in_hooks:
             self._values.made_by_function(function, args, kwargs, output, self._position)
-            self._name_origins(output)
+            if not self.began:
+                self._name_origins(output)
         return output
 
     def _is_hidden(self, value: object) -> bool:
@@ -339,11 +341,8 @@ class StageRun:
 
     # ---- the ends of the stage ----
 
-    def _made(self) -> dict[Origin, Tensor]:
-        return {hidden.origin: hidden.value for hidden in self._values}
-
     def _bind(self) -> None:
-        made, noted = self._made(), list(self._values)
+        made, noted = self._values.by_origin(), list(self._values)
         if self._is_last:
             # What was noted so far has served.
             self._values = HiddenValues()
@@ -379,8 +378,8 @@ class StageRun:
                 "another layers_per_stage",
             )
 
-    def _sent(self, value: Value) -> Tensor:
-        tensor = self._made().get(value.origin)
+    def _sent(self, value: Value, made: Mapping[Origin, Tensor]) -> Tensor:
+        tensor = made.get(value.origin)
         if isinstance(tensor, Placeholder):
             tensor = tensor.bound if tensor.bound is not None else refuse(tensor, f"stage {self._stage.index + 1}")
         if tensor is None:
