@@ -173,7 +173,7 @@ def main(arguments: Iterable[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         ranks = run_spmd(measure, WORLD, Path(folder), rounds, timeout=600)
     count = sum(parameter.numel() for parameter in Model().parameters())
-    print(f"\n{count / 1e6:.1f} million parameters with AdamW in fp32, {WORLD} ranks, ZeRO 3, {rounds} saves each\n")
+    print(f"\n**{count / 1e6:.1f} million parameters, AdamW, fp32, {WORLD} ranks, ZeRO 3, {rounds} saves each**\n")
     print("| save | seconds | x torch.save | training waits, s | MB |")
     print("|---|---|---|---|---|")
     base = statistics.median(

@@ -211,7 +211,8 @@ def measure(size: Size, mesh: DeviceMesh) -> None:
                 taken = _step(variants[name], x)
                 if index >= 4:
                     times[name].append(taken)
-    print(f"\n{size.name}: first call of {size.blocks} blocks {first * 1e3:.1f} ms; {replays[0].report()}\n")
+    print(f"\n**{size.name}: {size.blocks} blocks of width {size.width}, {size.batch} x {size.steps} tokens**\n")
+    print(f"first call of all blocks {first * 1e3:.1f} ms; {replays[0].report()}\n")
     print("| variant | forward, µs per block | with backward | forward, ratio | with backward, ratio (quartiles) |")
     print("|---|---|---|---|---|")
     for name, taken in times.items():
