@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any
+from typing import Any, cast
 
 import hydra
 from hydra._internal.utils import get_args_parser
-from hydra.core.config_store import ConfigStore
+from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, InstantiationException, MissingConfigException
 from hydra.types import RunMode
@@ -135,15 +135,23 @@ def with_overrides(arguments: Sequence[str], first: Sequence[str]) -> list[str]:
     return [*arguments[:at], *first, *arguments[at:]]
 
 
+class _Recipes(dict[str, Any]):
+    """A group of Hydra's store in which files are read when they are asked for; there are many, and a run takes one."""
+
+    def __getitem__(self, name: str) -> Any:
+        node = super().__getitem__(name)
+        if isinstance(node, Path):
+            content, provider = cast(DictConfig, OmegaConf.load(node)), __name__.partition(".")[0]
+            node = self[name] = ConfigNode(name, content, RECIPE_GROUP, "_global_", provider)
+        return node
+
+
 @contextmanager
 def packaged_recipes() -> Iterator[None]:
     """Lets Hydra find the packaged recipes as group ``recipe``; its store is as before afterwards."""
     store = ConfigStore.instance()
     before = dict(store.repo.get(RECIPE_GROUP, {}))
-    for name, path in recipe_files().items():
-        store.store(
-            name, OmegaConf.load(path), group=RECIPE_GROUP, package="_global_", provider=__name__.partition(".")[0]
-        )
+    store.repo[RECIPE_GROUP] = _Recipes(before | {path.name: path for path in recipe_files().values()})
     try:
         yield
     finally:

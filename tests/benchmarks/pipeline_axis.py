@@ -3,7 +3,8 @@
 Two gloo processes, two stages; in each process a Trainer with our strategy and a hand-split loop around one of
 torch.distributed.pipelining's schedules take turns step by step: the same GPT, schedule, micro-batches, AdamW and
 clipping by norm. Times are those of the first rank, whose backward ends last. What weighs at small sizes is the
-Trainer's own work in each step, and small messages: the last stage tells the others what the step returned. Prints a Markdown table; asserts nothing.
+Trainer's own work in each step, and small messages: the last stage tells the others what the step returned.
+Prints a Markdown table; asserts nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra.core.config_store import ConfigStore
@@ -60,6 +61,20 @@ def test_hydras_store_is_left_as_it_was() -> None:
         assert set(store.repo["recipe"]) > set(before)
     assert store.repo["recipe"] == before
     del store.repo["recipe"]["theirs.yaml"]
+
+
+def test_only_the_recipe_that_is_asked_for_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    load = OmegaConf.load
+
+    def noted(file: Any) -> Any:
+        if "recipes" in str(file):
+            read.append(Path(file).name)
+        return load(file)
+
+    monkeypatch.setattr(OmegaConf, "load", noted)
+    assert compose_run(["recipe=gpt2_355m"]).task_name == "gpt2_355m"
+    assert read == ["gpt2_355m.yaml"]
 
 
 def test_the_command_line_answers_without_torch() -> None:
