@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -11,11 +11,19 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_3d.config.batch import local_batch_size, num_microbatches
 from lightning_3d.config.precision import precision_of
-from lightning_3d.config.schema import MESH_STRATEGY, ONE_STAGE_SCHEDULES, StrategyConfig, strategy_options
+from lightning_3d.config.rules import did_you_mean
+from lightning_3d.config.schema import (
+    MESH_STRATEGY,
+    ONE_STAGE_SCHEDULES,
+    SCHEDULES,
+    StrategyConfig,
+    strategy_options,
+)
 from lightning_3d.errors import BatchError, ConfigError, Lightning3DError, MeshError
 from lightning_3d.mesh.spec import MeshSpec
 from lightning_3d.planner.case import Case
 from lightning_3d.planner.cluster import Cluster
+from lightning_3d.planner.model import KEPT_KINDS
 from lightning_3d.planner.search import Space
 from lightning_3d.planner.shapes import BatchShape, DecoderShape, MeshShape
 from lightning_3d.units import counted
@@ -166,11 +174,20 @@ def _space(cfg: DictConfig, size: int) -> Space:
         global_size=size,
         micro_sizes=tuple(2**power for power in range(20) if 2**power <= int(space.largest_micro_size)),
         zero_stages=tuple(int(stage) for stage in space.zero_stages),
-        kinds=tuple(str(kind) for kind in space.activation_checkpointing),
-        schedules=tuple(str(schedule) for schedule in space.schedules),
+        kinds=_words(space, "activation_checkpointing", KEPT_KINDS),
+        schedules=_words(space, "schedules", SCHEDULES),
         sequence_parallel=bool(space.sequence_parallel),
         largest_tensor=space.largest_tensor,
     )
+
+
+def _words(space: DictConfig, key: str, known: Sequence[str]) -> tuple[str, ...]:
+    """The words of a list, each of which is known: prices of others would be those of something else."""
+    words = tuple(str(word) for word in space[key])
+    unknown = [f"{word!r} does not exist{did_you_mean(word, known)}" for word in words if word not in known]
+    if unknown:
+        raise ConfigError(f"space.{key}: {', '.join(unknown)}.", valid=known)
+    return words
 
 
 def _given(cfg: DictConfig, cluster: Cluster, devices: int, size: int) -> Case | None:

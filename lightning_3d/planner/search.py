@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from lightning_3d.parallel.pipeline.schedule.actions import runnable_microbatches
 from lightning_3d.planner.case import Case
 from lightning_3d.planner.footprint import footprint
 from lightning_3d.planner.model import KEPT_KINDS, ModelGraph
@@ -216,8 +217,9 @@ def _schedules(space: Space, model: ModelGraph, mesh: MeshShape, batch: BatchSha
             wanted = replace(mesh, stages_per_rank=each) if each > 1 else mesh
             if stages_obstacle(model, wanted) or (each > 1 and count % pipeline):
                 continue
+            runs = runnable_microbatches(schedule, ranks=pipeline, microbatches=count)
             yield [
-                Case(mesh=wanted, batch=batch, schedule=schedule, kind=kind, microbatches=count) for kind in space.kinds
+                Case(mesh=wanted, batch=batch, schedule=schedule, kind=kind, microbatches=runs) for kind in space.kinds
             ]
 
 

@@ -196,6 +196,18 @@ def test_one_clear_error(words: list[str]) -> None:
         answered(words)
 
 
+@pytest.mark.parametrize(
+    ("word", "fact"),
+    [
+        ("space.schedules=[1f1b,interleaved_1f1b]", r"space\.schedules: 'interleaved_1f1b' .* mean interleaved1f1b\?"),
+        ("space.activation_checkpointing=[ful]", r"space\.activation_checkpointing: 'ful' .* mean full\?"),
+    ],
+)
+def test_a_word_that_does_not_exist_is_not_priced(word: str, fact: str) -> None:
+    with pytest.raises(ConfigError, match=fact):
+        answered(["recipe=demo", word])
+
+
 IMPOSSIBLE = [
     (["strategy.pipeline_parallel_size=3"], "pipeline 3 x tensor 2 does not divide the 8 devices"),
     (["strategy.tensor_parallel_size=8", "strategy.pipeline_parallel_size=1"], "does not divide 4 heads"),

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from lightning_3d.config.schema import SCHEDULES
 from lightning_3d.planner import BatchShape, DecoderShape, MeshShape, load_cluster, predict
 from lightning_3d.planner.decoder import decoder_model
 from lightning_3d.planner.pricing import Pricer
@@ -12,6 +13,7 @@ from lightning_3d.planner.search import Found, Space, search, tensor_degrees
 
 LLAMA_405B = DecoderShape(126, 16384, 128, 8, 53248, 128256, 8192)
 GPT_175B = DecoderShape(96, 12288, 96, 96, 49152, 51200, 2048)
+TINY = DecoderShape(4, 128, 4, 4, 512, 256, 128)
 LLAMA_13B = DecoderShape(40, 5120, 40, 40, 13824, 32000, 4096)
 
 
@@ -58,6 +60,26 @@ def test_the_best_fit_and_are_in_order(nodes: int) -> None:
 def test_a_model_that_fits_one_device_needs_only_data_ranks() -> None:
     best = searched(DecoderShape(24, 1024, 16, 16, 4096, 50304, 1024), "a100_x8", 1, 512).best[0]
     assert (best.mesh.pipeline_parallel_size, best.mesh.tensor_parallel_size) == (1, 1)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_may_be_asked_for(schedule: str) -> None:
+    """Each is priced with as many micro-batches as it runs: DualPipeV with 4 on 2 ranks, where a batch makes 2."""
+    cluster = load_cluster("cpu")
+    space = Space(global_size=16, micro_sizes=(2,), schedules=(schedule,), stages_per_rank=(2,), tensor=1, pipeline=2)
+    (best,) = search(Pricer(decoder_model(TINY), cluster, "fp32"), cluster.devices, space).best
+    assert best.pipeline_schedule == schedule
+    given = predict(
+        TINY,
+        best.mesh,
+        best.batch,
+        cluster,
+        bytes_recipe="fp32",
+        pipeline_schedule=schedule,
+        activation_checkpointing=best.activation_checkpointing,
+    )
+    assert given == best
+    assert best.microbatches == (4 if schedule == "dualpipev" else 2)
 
 
 def test_nothing_fits() -> None:
