@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -24,6 +24,7 @@ from lightning_3d.mesh.spec import MeshSpec
 from lightning_3d.planner.case import Case
 from lightning_3d.planner.cluster import Cluster
 from lightning_3d.planner.model import KEPT_KINDS
+from lightning_3d.planner.obstacle import batch_obstacle
 from lightning_3d.planner.search import Space
 from lightning_3d.planner.shapes import BatchShape, DecoderShape, MeshShape
 from lightning_3d.units import counted
@@ -53,6 +54,7 @@ class Request:
         devices: Devices to use.
         bytes_recipe: Name of the recipe of bytes per parameter.
         space: What the search may vary.
+        accumulate: Batches that the configuration makes of a step's samples.
         given: The mesh of the configuration; None if its strategy has none, or it is impossible.
         pads_vocabulary: The configuration pads a vocabulary that its tensor ranks do not divide, as prices assume.
         problem: Why the mesh of the configuration is impossible, whatever the model.
@@ -69,6 +71,7 @@ class Request:
     devices: int
     bytes_recipe: str
     space: Space
+    accumulate: int
     given: Case | None
     pads_vocabulary: bool
     problem: Lightning3DError | None
@@ -93,11 +96,11 @@ def read_request(cfg: DictConfig) -> Request:
     size = cfg.batch.global_size
     if size is None:
         raise ConfigError("a plan needs the samples of a step.", fix="batch.global_size=256")
-    size *= int(OmegaConf.select(cfg, "trainer.accumulate_grad_batches", default=1))
+    accumulate = int(OmegaConf.select(cfg, "trainer.accumulate_grad_batches", default=1))
     given: Case | None = None
     problem: Lightning3DError | None = None
     try:
-        given = _given(cfg, cluster, devices, size)
+        given = _given(cfg, cluster, devices, size, accumulate)
     except (MeshError, BatchError) as error:
         # The search answers all the same.
         if cfg.evaluate:
@@ -109,7 +112,8 @@ def read_request(cfg: DictConfig) -> Request:
         cluster=cluster,
         devices=devices,
         bytes_recipe=cfg.bytes_recipe or recipe_of(cfg),
-        space=_space(cfg, size),
+        space=_space(cfg, size * accumulate),
+        accumulate=accumulate,
         given=given,
         pads_vocabulary=bool(OmegaConf.select(cfg, "strategy.pad_vocabulary")),
         problem=problem,
@@ -190,7 +194,7 @@ def _words(space: DictConfig, key: str, known: Sequence[str]) -> tuple[str, ...]
     return words
 
 
-def _given(cfg: DictConfig, cluster: Cluster, devices: int, size: int) -> Case | None:
+def _given(cfg: DictConfig, cluster: Cluster, devices: int, size: int, accumulate: int) -> Case | None:
     """The mesh of the configuration on these devices; None if it is of another strategy."""
     if cfg.strategy.get("_target_") != MESH_STRATEGY:
         if cfg.evaluate:
@@ -199,6 +203,7 @@ def _given(cfg: DictConfig, cluster: Cluster, devices: int, size: int) -> Case |
     options = StrategyConfig.from_mapping(strategy_options(cfg.strategy))
     spec = _spec(options, cluster, devices)
     mesh = mesh_shape(options, spec)
+    # Each batch is cut into micro-batches for itself.
     local = local_batch_size(size, spec.data)
     count = num_microbatches(
         local,
@@ -207,7 +212,11 @@ def _given(cfg: DictConfig, cluster: Cluster, devices: int, size: int) -> Case |
         pipeline=spec.pipeline,
     )
     batch = BatchShape(global_size=size, micro_size=-(-local // count))
-    return Case.checked(mesh, batch, options.pipeline_schedule, options.activation_checkpointing)
+    unequal = batch_obstacle(batch, spec.data)
+    if unequal is not None:
+        raise unequal.error()
+    step = replace(batch, global_size=size * accumulate)
+    return Case.checked(mesh, step, options.pipeline_schedule, options.activation_checkpointing)
 
 
 def _spec(options: StrategyConfig, cluster: Cluster, devices: int) -> MeshSpec:

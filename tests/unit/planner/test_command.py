@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lightning_3d.config.compose import compose_run
-from lightning_3d.errors import ConfigError, Lightning3DError
-from lightning_3d.planner import BlockModel, Part
+from lightning_3d.errors import BatchError, ConfigError, Lightning3DError
+from lightning_3d.planner import BatchShape, BlockModel, Part
 from lightning_3d.planner.command import Answer, overrides, plan, run
 from lightning_3d.planner.request import recipe_of
 
@@ -136,6 +136,34 @@ def test_what_is_pasted_makes_the_same_mesh(article: Answer) -> None:
     assert again.look.given.step_seconds == pytest.approx(best.step_seconds)
     assert again.look.given.needed_bytes == pytest.approx(best.needed_bytes)
     assert again.found is None
+
+
+def test_accumulated_batches_are_cut_one_by_one() -> None:
+    """16 samples are 8 for each of 2 data ranks, which the pipeline cuts into 8; four such batches stay so."""
+    words = ["recipe=demo", "batch.micro_size=null", "evaluate=true"]
+    one, four = (answered([*words, f"trainer.accumulate_grad_batches={count}"]).look for count in (1, 4))
+    assert one is not None
+    assert four is not None
+    assert (one.given.batch.micro_size, one.given.microbatches) == (1, 8)
+    assert four.given.batch == BatchShape(global_size=64, micro_size=1)
+    assert four.given.microbatches == 32
+    assert four.given.memory.activations == one.given.memory.activations
+    with pytest.raises(BatchError, match="micro_size=2 does not divide the 3 samples"):
+        answered([*words, "batch.global_size=6", "batch.micro_size=2", "trainer.accumulate_grad_batches=2"])
+
+
+def test_what_is_pasted_has_no_accumulation() -> None:
+    """Eight data ranks share out the samples of a step, but not the four of each of its batches."""
+    words = ["recipe=demo", "batch.global_size=4", "trainer.accumulate_grad_batches=4"]
+    searched = answered(words)
+    assert searched.found is not None
+    best = searched.found.best[0]
+    assert best.mesh.data_parallel_size == 8
+    pasted = shlex.split(overrides(best, searched.request))
+    assert {"batch.global_size=16", "trainer.accumulate_grad_batches=1"} <= set(pasted)
+    again = answered([*words, *pasted, "evaluate=true"])
+    assert again.look is not None
+    assert again.look.given == best
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
