@@ -184,6 +184,14 @@ def test_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Best of" not in text
 
 
+def test_told_layers_of_several_stages_on_a_rank() -> None:
+    stages = ["strategy.pipeline_schedule=interleaved1f1b", "strategy.stages_per_rank=2"]
+    look = answered(["recipe=demo", *stages, "strategy.layers_per_stage=[1,1,1,1]", "evaluate=true"]).look
+    assert look is not None
+    assert look.given.mesh.layers_per_stage == (1, 1, 1, 1)
+    assert look.given.fits
+
+
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*GPT_175B[:9], "cluster=workstation", "strategy=default", "batch.micro_size=1"]) == 1
     assert "nothing fits" in capsys.readouterr().out
