@@ -192,9 +192,13 @@ def test_told_layers_of_several_stages_on_a_rank() -> None:
     assert look.given.fits
 
 
-def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([*GPT_175B[:9], "cluster=workstation", "strategy=default", "batch.micro_size=1"]) == 1
-    assert "nothing fits" in capsys.readouterr().out
+@pytest.mark.parametrize("word", ["top=3", "trial=3", "picture={}/plan.png"])
+def test_nothing_fits(word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """There is nothing to try or to draw then."""
+    words = [*GPT_175B[:9], "cluster=workstation", "strategy=ddp", "batch.micro_size=1", word.format(tmp_path)]
+    assert run(words) == 1
+    assert "nothing fits; what needs least:" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_module_that_was_traced() -> None:
