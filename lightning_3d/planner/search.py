@@ -250,12 +250,13 @@ def _rejections(
         found = tensor_obstacle(model, tensor)
         if found is not None:
             yield Rejected(f"tensor {tensor}", found.fact)
-    yield Rejected(
-        f"tensor above {cluster.devices_per_node}",
-        f"crosses nodes of {counted(cluster.devices_per_node, 'device')}: each block would sum over the "
-        f"{cluster.levels[-1].name}, {cluster.levels[-1].bandwidth / 1e9:.2g} GB/s instead of "
-        f"{cluster.levels[0].bandwidth / 1e9:.3g}",
-    )
+    per_node, outer = cluster.devices_per_node, cluster.levels[-1]
+    if largest <= per_node < devices and len(cluster.levels) > 1:
+        yield Rejected(
+            f"tensor above {per_node}",
+            f"crosses nodes of {counted(per_node, 'device')}: each block would sum over the {outer.name}, "
+            f"{outer.bandwidth / 1e9:.2g} GB/s instead of {cluster.levels[0].bandwidth / 1e9:.3g}",
+        )
 
 
 def why_slower(one: Prediction, best: Prediction) -> str:

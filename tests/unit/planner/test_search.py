@@ -2,14 +2,16 @@
 
 import re
 import time
+from dataclasses import replace
 
 import pytest
 
 from lightning_3d.config.schema import SCHEDULES
-from lightning_3d.planner import BatchShape, DecoderShape, MeshShape, load_cluster, predict
+from lightning_3d.planner import BatchShape, Cluster, DecoderShape, MeshShape, load_cluster, predict
 from lightning_3d.planner.decoder import decoder_model
 from lightning_3d.planner.pricing import Pricer
 from lightning_3d.planner.search import Found, Space, search, tensor_degrees
+from lightning_3d.planner.steps import apply_rule
 
 LLAMA_405B = DecoderShape(126, 16384, 128, 8, 53248, 128256, 8192)
 GPT_175B = DecoderShape(96, 12288, 96, 96, 49152, 51200, 2048)
@@ -102,6 +104,25 @@ def test_rejections_say_why() -> None:
         for one in searched(odd, "a100_x8", 1, 64).rejected
     )
     assert tensor_degrees(decoder_model(odd), 8) == (1, 2, 4)
+
+
+def test_tensor_degrees_beyond_a_node_are_told_where_there_are_any() -> None:
+    """Not of one node, not where they were priced, and not of a cluster that tells nothing of its network."""
+    a100 = load_cluster("a100_x8")
+
+    def told(cluster: Cluster, largest: int | None = None) -> tuple[bool, str]:
+        pricer, space = Pricer(decoder_model(LLAMA_13B), cluster, "bf16_master"), Space(global_size=512)
+        space = replace(space, largest_tensor=largest)
+        found = search(pricer, cluster.devices, space)
+        third = apply_rule(pricer, cluster.devices, space, found).steps[2]
+        return any(one.mesh == "tensor above 8" for one in found.rejected), third.number
+
+    assert told(a100.with_nodes(2)) == (True, "8 devices in a node, 300 GB/s; outside 25 GB/s; heads 40")
+    assert told(a100.with_nodes(2), largest=4)[0]
+    assert not told(a100.with_nodes(2), largest=16)[0]
+    assert not told(a100)[0]
+    flat = replace(a100.with_nodes(2), levels=a100.levels[:1])
+    assert told(flat) == (False, "8 devices in a node, 300 GB/s; heads 40")
 
 
 def test_a_slow_network_wants_data_ranks_inside_the_node() -> None:
