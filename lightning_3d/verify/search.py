@@ -124,6 +124,10 @@ def place_of_failure(runs: Runs, precision: str, failure: RunError) -> Place:
             facts.append(f"{_mesh_words(mesh, some)} alone fails")
             axes = some
             break
+        except Lightning3DError as refused:
+            _log.info("verify: %s cannot run: %s", " x ".join(some), str(refused).splitlines()[0])
+            facts.append(f"{_mesh_words(mesh, some)} alone cannot run")
+            continue
         facts.append(f"{_mesh_words(mesh, some)} alone runs")
     return Place(axes=axes, facts=(*facts, *str(failure).splitlines()), advice=())
 
