@@ -77,6 +77,7 @@ class Throughput(Callback):
         self._given_peak = peak_flops
         self._peak: float | None = None
         self._flops: float | None = None
+        self._tried = False
         self._prog_bar = prog_bar
         self._window, self._whole = _Pace(), _Pace()
         self._since: float | None = None
@@ -114,6 +115,7 @@ class Throughput(Callback):
         self._window, self._whole, self._since, self._warm = _Pace(), _Pace(), None, False
         self._printed_step = trainer.global_step
         self._flops = getattr(trainer.strategy, "sample_flops", None)
+        self._tried = self._flops is not None
         self._peak = _peak(self._given_peak, pl_module.device, str(trainer.precision))
 
     @override
@@ -123,8 +125,8 @@ class Throughput(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         whole = isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy)
-        if self._counts and self._flops is None and whole:
-            self._counts = False  # once
+        if self._counts and not self._tried and whole:
+            self._tried = True
             self._flops = sample_flops(pl_module, (batch, batch_idx))
         if self._since is None:
             self._since = time.perf_counter()
