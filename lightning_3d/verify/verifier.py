@@ -163,7 +163,6 @@ class _Case:
             plan=mesh.record.plan_hash,
             not_compared=tuple(never),
             place=place,
-            notes=tuple(self._notes),
         )
 
     def _alone(self) -> tuple[str, Trained]:

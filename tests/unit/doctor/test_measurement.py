@@ -35,7 +35,7 @@ def _measured(seconds: dict[str, float], backend: str = "nccl") -> Measured:
             Speed(operation="all_gather", axis=axis, ranks=2, payload=1000, seconds=value / 1000),
         )
     ]
-    return Measured(mesh="a mesh", backend=backend, hosts=1, device=_DEVICE, speeds=tuple(speeds))
+    return Measured(mesh="a mesh", backend=backend, device=_DEVICE, speeds=tuple(speeds))
 
 
 def _topology(per_node: int, **spec: Any) -> Topology:
