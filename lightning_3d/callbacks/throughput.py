@@ -24,7 +24,7 @@ from lightning_3d.units import format_count, format_flops
 
 _log = get_logger(__name__)
 
-# What is in the Trainer's precision, and what products are then computed in, by the names of conf/cluster and of torch.
+# A part of the Trainer's precision -> the dtype of its products as conf/cluster names it; and torch's name of that.
 _DTYPES: Mapping[str, str] = {"bf16": "bf16", "16": "bf16", "64": "fp64", "transformer-engine": "bf16"}
 _IN_TORCH: Mapping[str, str] = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
