@@ -113,6 +113,13 @@ def test_later_epochs_count_from_their_first_batch(tmp_path: Path) -> None:
     assert callback.sample_flops is None
 
 
+def test_every_training_counts(tmp_path: Path) -> None:
+    callback = Throughput()
+    for _ in range(2):
+        _train(_Module(), tmp_path, callback, max_steps=2)
+        assert callback.sample_flops == FLOPS
+
+
 def test_operations_of_manual_optimization_are_those_of_its_forward(tmp_path: Path) -> None:
     callback = Throughput()
     module = _Convolved()
@@ -149,6 +156,22 @@ def test_a_gpu_that_is_known_has_its_own_peak(monkeypatch: pytest.MonkeyPatch) -
     # A data sheet's figure for dense products (NVIDIA H100 SXM: 989 TFLOP/s in bf16).
     assert _peak({"bf16": 1.0}, torch.device("cuda"), "bf16-mixed") == pytest.approx(989e12, rel=0.01)
     assert _peak(5.0, torch.device("cuda"), "bf16-mixed") == 5.0
+
+
+@pytest.mark.parametrize(("given", "shown"), [({"fp32": 1.0, "bf16": 1e9}, False), (1.0, True)])
+def test_there_is_no_mfu_by_the_peak_of_another_device(
+    given: Any, shown: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A device does not exceed its own; a number that the user has given is theirs."""
+    callback = Throughput(every_n_steps=2, peak_flops=given)
+    with caplog.at_level(logging.INFO, logger="lightning_3d.callbacks.throughput"):
+        _train(_Module(), tmp_path, callback)
+    told = [line for line in _lines(caplog) if line.startswith("no MFU: a device does ")]
+    speeds = [line for line in _lines(caplog) if line not in told]
+    assert len(told) == (not shown)
+    assert all("with 1.0 FLOP/s, is of another one" in line for line in told)
+    assert len(speeds) == 4
+    assert all("FLOP/s a device" in line and ("MFU" in line) == shown for line in speeds)
 
 
 @pytest.mark.parametrize(
