@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from lightning_3d.graph.fake_run import is_attribute
 from lightning_3d.parallel.pipeline.record.step import (
     ArgumentLeaf,
     ConstantLeaf,
@@ -34,9 +35,6 @@ _ABOUT = frozenset(
     | {"__len__", "__hash__", "__repr__", "__str__", "data_ptr", "is_shared", "has_names", "is_storage", "result_type"}
     | {"requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook", "is_set_to"}
 )
-_ACCESSES = ("__get__", "__set__", "__delete__")
-# Properties that compute another tensor.
-_OPERATIONS = ("T", "mT", "H", "mH", "real", "imag", "data")
 # What most arguments are, and has no parts.
 _PLAIN = (Tensor, bool, int, float, str, type(None))
 
@@ -84,10 +82,7 @@ def counted(
         kwargs: Its keyword arguments.
         is_hidden: Whether something is a hidden value or a parameter.
     """
-    name = getattr(function, "__name__", "")
-    if name in _ABOUT:
-        return False
-    if name in _ACCESSES and getattr(getattr(function, "__self__", None), "__name__", "") not in _OPERATIONS:
+    if getattr(function, "__name__", "") in _ABOUT or is_attribute(function):
         return False
     return any(map(is_hidden, leaves((args, kwargs))))
 
