@@ -238,6 +238,22 @@ def own_positions(index: Tensor, group: ShardGroup, length: int) -> tuple[Tensor
     return positions.masked_fill(~held, 0), held
 
 
+@one_call
+def checked_positions(index: Tensor, group: ShardGroup, length: int) -> tuple[Tensor, Tensor]:
+    """Returns `own_positions` of indices that may come from the user.
+
+    Args:
+        index: Global indices along the cut dim.
+        group: The ranks.
+        length: Global length of the cut dim.
+
+    Raises:
+        IndexError: An index is out of bounds. On an accelerator it is the kernel that fails, later.
+    """
+    _check_indices(index, length)
+    return own_positions(index, group, length)
+
+
 class _Pick(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, group: ShardGroup, dim: int, length: int, index: Tensor) -> Tensor:
