@@ -191,7 +191,9 @@ def test_outputs_alone_are_no_proof() -> None:
     assert "the gradient of" in plan(Scaled(), CallSample(args=(torch.empty(9, HIDDEN),))).refused["moe"]
 
 
-def test_planning_leaves_the_module_and_randomness_alone() -> None:
+def test_planning_leaves_the_module_and_randomness_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
     module = Mixture(drop=0.5)
     module.experts.eval()
     before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -199,6 +201,7 @@ def test_planning_leaves_the_module_and_randomness_alone() -> None:
     assert plan(module, tokens()).regions
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
+    assert seeds == []
     assert module.training
     assert not module.experts.training
     assert not module.experts[0].drop.training
