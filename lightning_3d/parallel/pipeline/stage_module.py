@@ -56,14 +56,14 @@ class Holder(nn.Module):
 
     def __init__(self, module: nn.Module, names: frozenset[str]) -> None:
         super().__init__()
-        self._parameters = Window(module._parameters, names)  # type: ignore[assignment]
+        self._parameters = Entries(module._parameters, names)  # type: ignore[assignment]
 
     def forward(self) -> None:
         """Nothing calls it."""
         raise AssertionError("a holder computes nothing")
 
 
-class Window(MutableMapping[str, Any]):
+class Entries(MutableMapping[str, Any]):
     """Some entries of a dict, live in both directions.
 
     Args:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -23,7 +22,7 @@ from lightning_3d.parallel.pipeline.record.step import (
     Origin,
     Structure,
 )
-from lightning_3d.shards.protocol import writes_to_first
+from lightning_3d.shards.protocol import storage_key, writes_to_first
 from lightning_3d.shards.tensor import ShardTensor
 
 Function = Callable[..., Any]
@@ -259,9 +258,7 @@ def structure(output: Any, arguments: Sequence[Any], outer: Sequence[Any] = ()) 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
     if isinstance(one, ShardTensor) or isinstance(other, ShardTensor):
         return False
-    # Whoever watches functions does not ask for this one.
-    with torch._C.DisableTorchFunction():
-        return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+    return storage_key(one) == storage_key(other)
 
 
 def _has_identity(leaf: Any) -> bool:
