@@ -13,16 +13,12 @@ from torch import Tensor
 from lightning_3d.shards.along import amax, amin, argmax, argmin, largest, mean, pick, smallest, topk, total
 from lightning_3d.shards.group import ShardGroup
 from lightning_3d.shards.layout import take
-from tests.unit.shards.threads import compare, run_threads
+from tests.unit.shards.threads import compare, random, run_threads
 
 SHAPE = (4, 8, 12)
 SIZES = pytest.mark.parametrize("size", [1, 2, 4])
 DIMS = pytest.mark.parametrize("dim", [0, 1, 2, -1])
 KEEP = pytest.mark.parametrize("keepdim", [False, True])
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
 
 
 def with_ties() -> Tensor:

@@ -16,14 +16,10 @@ from lightning_3d.shards.group import ShardGroup
 from lightning_3d.shards.layout import take
 from lightning_3d.shards.loss import cross_entropy, nll_loss
 from lightning_3d.shards.refusal import Unshardable
-from tests.unit.shards.threads import ThreadShardGroup, compare, leaf, run_threads, whole
+from tests.unit.shards.threads import ThreadShardGroup, compare, leaf, random, run_threads, whole
 
 CLASSES = 16
 SHAPES = ((5, CLASSES), (300, CLASSES), (2, CLASSES, 3), (2, CLASSES, 3, 2), (CLASSES,))
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def classes_of(logits: Tensor, ignored: int | None) -> Tensor:
