@@ -33,7 +33,7 @@ class StageModule(nn.Module):
         """Says what a call of the stage runs."""
         self._run = run
 
-    def forward(self, *received: Tensor, mb: Tensor | int) -> Any:
+    def forward(self, *received: Tensor, mb: int) -> Any:
         """Runs the stage on a micro-batch.
 
         Args:
@@ -41,7 +41,7 @@ class StageModule(nn.Module):
             mb: Number of the micro-batch.
         """
         assert self._run is not None, "connect() comes first"
-        return self._run(self.stage, received, int(mb))
+        return self._run(self.stage, received, mb)
 
 
 class Holder(nn.Module):
