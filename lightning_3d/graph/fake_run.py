@@ -131,14 +131,21 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if getattr(func, "__name__", "") in _ACCESSES and func.__self__.__name__ not in _OPERATIONS:  # type: ignore[attr-defined]
+        if is_attribute(func):
             return func(*args, **(kwargs or {}))
         return self._calls.around_function(func, args, kwargs or {})
 
 
 _ACCESSES = ("__get__", "__set__", "__delete__")
 # Properties of a tensor that compute another one.
-_OPERATIONS = ("T", "mT", "H", "mH", "real", "imag", "data")
+OPERATIONS = ("T", "mT", "H", "mH", "real", "imag", "data")
+
+
+def is_attribute(function: Function) -> bool:
+    """Returns whether a function reads or sets an attribute of a tensor, and computes no other tensor."""
+    if getattr(function, "__name__", "") not in _ACCESSES:
+        return False
+    return getattr(getattr(function, "__self__", None), "__name__", "") not in OPERATIONS
 
 
 class _Calls:

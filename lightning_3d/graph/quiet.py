@@ -117,7 +117,7 @@ class _Memory:
                 self._restores.append(partial(_put, value, value.clone()))
         elif self._add_generator(value):
             return
-        elif _is_of_the_user(type(value)) and isinstance(getattr(value, "__dict__", None), dict):
+        elif is_of_the_user(type(value)) and isinstance(getattr(value, "__dict__", None), dict):
             self._add_collection(vars(value))
 
     def _add_generator(self, value: Any) -> bool:
@@ -170,7 +170,8 @@ _SMALL = 2**18
 _LIBRARIES = ("builtins", "types", "functools", "torch", "lightning", "lightning_3d")
 
 
-def _is_of_the_user(kind: type) -> bool:
+def is_of_the_user(kind: type) -> bool:
+    """Returns whether a class comes from neither Python, torch, Lightning nor the library."""
     return kind.__module__.split(".")[0] not in _LIBRARIES
 
 

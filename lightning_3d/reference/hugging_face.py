@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_3d.reference.optim import decay_groups, lacks_total_steps
+from lightning_3d.reference.optim import decay_groups, with_schedule
 
 
 def from_config(architecture: str, config: Mapping[str, Any]) -> nn.Module:
@@ -75,13 +75,7 @@ class HuggingFaceModel(L.LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Builds the optimizer, and the schedule if there is one."""
-        optimizer = self.build_optimizer(decay_groups(self))
-        if self.build_scheduler is None:
-            return optimizer
-        needs = lacks_total_steps(self.build_scheduler)
-        options = {"total_steps": int(self.trainer.estimated_stepping_batches)} if needs else {}
-        scheduler = self.build_scheduler(optimizer, **options)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return with_schedule(self.build_optimizer(decay_groups(self)), self.build_scheduler, self)
 
     def _loss(self, batch: Mapping[str, Tensor], stage: str) -> Tensor:
         assert self.model is not None, "configure_model() builds the model and has not run yet"

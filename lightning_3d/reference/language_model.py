@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_3d.reference.optim import LR_SCALINGS, decay_groups, lacks_total_steps, lr_factor
+from lightning_3d.reference.optim import LR_SCALINGS, decay_groups, lr_factor, with_schedule
 from lightning_3d.reference.perplexity import Perplexity
 
 TokenBatch: TypeAlias = Tensor | Mapping[str, Tensor]
@@ -194,11 +193,7 @@ class LanguageModel(L.LightningModule):
         optimizer = self.build_optimizer(decay_groups(self, decay_embeddings=self.decay_embeddings))
         if self.lr_scaling != "none":
             self._scale_learning_rate(optimizer)
-        if self.build_scheduler is None:
-            return optimizer
-        options = {"total_steps": self._total_steps()} if lacks_total_steps(self.build_scheduler) else {}
-        scheduler = self.build_scheduler(optimizer, **options)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return with_schedule(optimizer, self.build_scheduler, self)
 
     def _predict(self, batch: TokenBatch) -> tuple[NextTokens, Tensor, Tensor]:
         asked = next_tokens(batch, self.ignore_index)
@@ -220,15 +215,6 @@ class LanguageModel(L.LightningModule):
 
     def _precision(self) -> torch.dtype:
         return self.dtype if isinstance(self.dtype, torch.dtype) else torch.float32
-
-    def _total_steps(self) -> int:
-        steps = self.trainer.estimated_stepping_batches
-        if math.isinf(steps):
-            raise ValueError(
-                "the scheduler needs total_steps, and training has no end\n"
-                "  fix: trainer.max_steps=<n>, trainer.max_epochs=<n> or scheduler.total_steps=<n>"
-            )
-        return int(steps)
 
     def _scale_learning_rate(self, optimizer: Optimizer) -> None:
         batch = self._samples_per_step()

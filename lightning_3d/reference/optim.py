@@ -8,9 +8,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 LR_SCALINGS = ("none", "linear", "sqrt")
 
@@ -120,7 +122,37 @@ def lr_factor(scaling: str, batch: int, base_batch: int | None) -> float:
     return ratio if scaling == "linear" else math.sqrt(ratio)
 
 
+def with_schedule(
+    optimizer: Optimizer, builder: Callable[..., LRScheduler] | None, module: LightningModule
+) -> OptimizerLRScheduler:
+    """Returns what ``configure_optimizers`` returns for an optimizer and its schedule, stepped after each step.
+
+    Args:
+        optimizer: The optimizer.
+        builder: Builds the schedule from it; None if there is none. If it takes ``total_steps`` and was not given it,
+            it gets the Trainer's estimate.
+        module: Whose Trainer is asked.
+
+    Raises:
+        ValueError: If ``total_steps`` is needed and training has no end.
+    """
+    if builder is None:
+        return optimizer
+    options = {"total_steps": _total_steps(module.trainer)} if lacks_total_steps(builder) else {}
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": builder(optimizer, **options), "interval": "step"}}
+
+
 def lacks_total_steps(builder: Callable[..., Any]) -> bool:
     """Returns whether a scheduler's builder takes ``total_steps`` and has not been given it."""
     parameter = inspect.signature(builder).parameters.get("total_steps")
     return parameter is not None and parameter.default in (None, inspect.Parameter.empty)
+
+
+def _total_steps(trainer: Trainer) -> int:
+    steps = trainer.estimated_stepping_batches
+    if math.isinf(steps):
+        raise ValueError(
+            "the scheduler needs total_steps, and training has no end\n"
+            "  fix: trainer.max_steps=<n>, trainer.max_epochs=<n> or scheduler.total_steps=<n>"
+        )
+    return int(steps)

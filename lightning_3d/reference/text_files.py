@@ -127,7 +127,7 @@ def tokenize_once(text: TextFiles, tokenizer: Tokenizer, cache_dir: Path) -> Pat
         Path of a raw file of ids in :func:`token_dtype`, each text file ended by ``tokenizer.end_of_text``.
 
     Raises:
-        OSError: If ``cache_dir`` cannot be written.
+        OSError: If ``cache_dir`` cannot be written, or a file of the corpus cannot be read.
         TimeoutError: If another process holds the lock for too long.
     """
     path = cache_dir / f"{text.key(tokenizer)}.tokens"
@@ -145,6 +145,8 @@ def tokenize_once(text: TextFiles, tokenizer: Tokenizer, cache_dir: Path) -> Pat
             "  fix: end it, or choose another cache_dir"
         ) from error
     except PermissionError as error:
+        if error.filename in text.paths:
+            raise
         raise PermissionError(
             f"cannot write token files to {cache_dir}: {error.strerror}\n  fix: cache_dir=<a writable directory>"
         ) from error

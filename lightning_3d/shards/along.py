@@ -6,7 +6,6 @@ gradients: the gradient of a local tensor is its part of the whole gradient. Ind
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -47,9 +46,9 @@ def mean(
     local: Tensor,
     group: ShardGroup,
     dim: Dims,
+    count: int,
     keepdim: bool = False,
     dtype: torch.dtype | None = None,
-    count: int | None = None,
 ) -> Tensor:
     """Returns the mean over dims of which one is cut: `torch.mean`, by one sum over the ranks.
 
@@ -57,12 +56,10 @@ def mean(
         local: This rank's part.
         group: The ranks.
         dim: One or more dims, the cut one among them.
+        count: Elements of each mean.
         keepdim: Keeps the dims, of length one.
         dtype: Of the result; None as in torch.
-        count: Elements of each mean; by default those of equal parts.
     """
-    if count is None:
-        count = math.prod(local.shape[each] for each in ((dim,) if isinstance(dim, int) else dim)) * group.size
     result = dtype or local.dtype
     work = torch.promote_types(result, torch.float32)
     return reduce(local.sum(dim, keepdim, dtype=work) / count, group).to(result)
@@ -95,65 +92,65 @@ def amin(local: Tensor, group: ShardGroup, dim: Dims, keepdim: bool = False) -> 
 
 
 @one_call
-def largest(local: Tensor, group: ShardGroup, dim: int, keepdim: bool = False, length: int | None = None) -> Choice:
+def largest(local: Tensor, group: ShardGroup, dim: int, length: int, keepdim: bool = False) -> Choice:
     """Returns the largest values along the cut dim and where they are: `torch.max` with a dim.
 
     Args:
         local: This rank's part.
         group: The ranks.
         dim: The cut dim.
+        length: Global length of the cut dim.
         keepdim: Keeps the dim, of length one.
-        length: Global length of the cut dim; by default that of equal parts.
 
     Returns:
         Values and global indices; of equal values the first.
     """
-    return torch.return_types.max(_first(local, group, dim, keepdim, True, length))
+    return torch.return_types.max(_first(local, group, dim, length, keepdim, True))
 
 
 @one_call
-def smallest(local: Tensor, group: ShardGroup, dim: int, keepdim: bool = False, length: int | None = None) -> Choice:
+def smallest(local: Tensor, group: ShardGroup, dim: int, length: int, keepdim: bool = False) -> Choice:
     """Returns the smallest values along the cut dim and where they are: `torch.min` with a dim.
 
     Args:
         local: This rank's part.
         group: The ranks.
         dim: The cut dim.
+        length: Global length of the cut dim.
         keepdim: Keeps the dim, of length one.
-        length: Global length of the cut dim; by default that of equal parts.
 
     Returns:
         Values and global indices; of equal values the first.
     """
-    return torch.return_types.min(_first(local, group, dim, keepdim, False, length))
+    return torch.return_types.min(_first(local, group, dim, length, keepdim, False))
 
 
 @one_call
-def argmax(local: Tensor, group: ShardGroup, dim: int, keepdim: bool = False, length: int | None = None) -> Tensor:
+def argmax(local: Tensor, group: ShardGroup, dim: int, length: int, keepdim: bool = False) -> Tensor:
     """Returns where along the cut dim the largest values are: `torch.argmax` with a dim.
 
     Args:
         local: This rank's part.
         group: The ranks.
         dim: The cut dim.
+        length: Global length of the cut dim.
         keepdim: Keeps the dim, of length one.
-        length: Global length of the cut dim; by default that of equal parts.
     """
-    return _first(local.detach(), group, dim, keepdim, True, length)[1]
+    return _first(local.detach(), group, dim, length, keepdim, True)[1]
 
 
 @one_call
-def argmin(local: Tensor, group: ShardGroup, dim: int, keepdim: bool = False, length: int | None = None) -> Tensor:
+def argmin(local: Tensor, group: ShardGroup, dim: int, length: int, keepdim: bool = False) -> Tensor:
     """Returns where along the cut dim the smallest values are: `torch.argmin` with a dim.
 
     Args:
         local: This rank's part.
         group: The ranks.
         dim: The cut dim.
+        length: Global length of the cut dim.
         keepdim: Keeps the dim, of length one.
-        length: Global length of the cut dim; by default that of equal parts.
     """
-    return _first(local.detach(), group, dim, keepdim, False, length)[1]
+    return _first(local.detach(), group, dim, length, keepdim, False)[1]
 
 
 @one_call
@@ -161,10 +158,10 @@ def topk(
     local: Tensor,
     group: ShardGroup,
     k: int,
-    dim: int = -1,
+    dim: int,
+    length: int,
     largest: bool = True,
     sorted: bool = True,  # noqa: A002
-    length: int | None = None,
 ) -> Choice:
     """Returns the k largest or smallest values along the cut dim: `torch.topk`.
 
@@ -173,20 +170,18 @@ def topk(
         group: The ranks.
         k: How many; at most the dim's global length.
         dim: The cut dim.
+        length: Global length of the cut dim.
         largest: False takes the smallest.
         sorted: Whether they come in order.
-        length: Global length of the cut dim; by default that of equal parts.
 
     Returns:
         Values and global indices. Which of equal values are taken is as open as in torch.
     """
-    dim %= local.dim()
-    length = _whole_length(local, group, dim, length)
-    return torch.return_types.topk(applied(_Choose, local, group, dim, length, k, largest, sorted))
+    return torch.return_types.topk(applied(_Choose, local, group, dim % local.dim(), length, k, largest, sorted))
 
 
 @one_call
-def pick(local: Tensor, group: ShardGroup, dim: int, index: Tensor, length: int | None = None) -> Tensor:
+def pick(local: Tensor, group: ShardGroup, dim: int, index: Tensor, length: int) -> Tensor:
     """Returns the values at global indices along the cut dim: `torch.gather`, by one sum over the ranks.
 
     Args:
@@ -194,19 +189,14 @@ def pick(local: Tensor, group: ShardGroup, dim: int, index: Tensor, length: int 
         group: The ranks.
         dim: The cut dim.
         index: Replicated; of as many dims as the tensor.
-        length: Global length of the cut dim; by default that of equal parts.
+        length: Global length of the cut dim.
 
     Raises:
         IndexError: An index is out of bounds. On an accelerator it is the kernel that fails, later.
     """
-    length = _whole_length(local, group, dim, length)
     _check_indices(index, length)
     picked: Tensor = applied(_Pick, local, group, dim % local.dim(), length, index)
     return picked
-
-
-def _whole_length(local: Tensor, group: ShardGroup, dim: int, length: int | None) -> int:
-    return local.shape[dim] * group.size if length is None else length
 
 
 def _check_indices(index: Tensor, length: int) -> None:
@@ -236,6 +226,22 @@ def own_positions(index: Tensor, group: ShardGroup, length: int) -> tuple[Tensor
     positions = index - group.rank * longest(length, group.size)
     held = (positions >= 0) & (positions < own_length(length, group.rank, group.size))
     return positions.masked_fill(~held, 0), held
+
+
+@one_call
+def checked_positions(index: Tensor, group: ShardGroup, length: int) -> tuple[Tensor, Tensor]:
+    """Returns `own_positions` of indices that may come from the user.
+
+    Args:
+        index: Global indices along the cut dim.
+        group: The ranks.
+        length: Global length of the cut dim.
+
+    Raises:
+        IndexError: An index is out of bounds. On an accelerator it is the kernel that fails, later.
+    """
+    _check_indices(index, length)
+    return own_positions(index, group, length)
 
 
 class _Pick(torch.autograd.Function):
@@ -300,10 +306,7 @@ def _extreme(local: Tensor, group: ShardGroup, dim: Dims, keepdim: bool, most: b
     return kept if keepdim else kept.squeeze(dim)
 
 
-def _first(
-    local: Tensor, group: ShardGroup, dim: int, keepdim: bool, most: bool, length: int | None
-) -> tuple[Tensor, Tensor]:
-    length = _whole_length(local, group, dim, length)
+def _first(local: Tensor, group: ShardGroup, dim: int, length: int, keepdim: bool, most: bool) -> tuple[Tensor, Tensor]:
     values, index = applied(_Choose, local, group, dim % local.dim(), length, None, most, True)
     return (values, index) if keepdim else (values.squeeze(dim), index.squeeze(dim))
 

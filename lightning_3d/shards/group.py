@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_3d.shards.layout import join, padded
+from lightning_3d.shards.protocol import storage_key
 
 # How many replicated tensors share the sum of their gradients at a time: the input of q, k and v, that of a
 # cross-attention, and weights of norms that are used between them.
@@ -25,7 +26,7 @@ class ShardOptions:
 
     Attributes:
         sequence: Sums of partial results are left cut over the sequence (sequence parallelism).
-        exact_random: Dropout draws the mask of one device and takes its part; for tests.
+        exact_random: Dropout draws the mask of one device and takes its part.
     """
 
     sequence: bool = False
@@ -96,14 +97,14 @@ class ShardGroup(ABC):
         for them.
         """
         if _is_trained(weight):
-            self._summed.add(_storage_key(weight))
+            self._summed.add(storage_key(weight))
 
     def sums(self, weight: Tensor) -> bool:
         """Returns whether products with a weight are partial results, as far as is known.
 
         A weight that was cast for the product is not recognised.
         """
-        return _storage_key(weight) in self._summed
+        return storage_key(weight) in self._summed
 
     def first_gather(self, operation: str, place: str) -> bool:
         """Returns whether an operation without a rule is met at a place for the first time, and remembers it."""
@@ -120,13 +121,6 @@ class ShardGroup(ABC):
 def _is_trained(weight: Tensor) -> bool:
     with torch._C.DisableTorchFunction():
         return weight.is_leaf and weight.requires_grad
-
-
-def _storage_key(tensor: Tensor) -> int:
-    """What identifies a tensor's storage while it lives; asked in a way that no recording of a block hears."""
-    with torch._C.DisableTorchFunction():
-        key: int = tensor.untyped_storage()._cdata
-    return key
 
 
 class ProcessShardGroup(ShardGroup):

@@ -26,7 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_3d.errors import ModuleError
 from lightning_3d.shards.absent import Absent
 from lightning_3d.shards.presence import Presence
-from lightning_3d.shards.protocol import writes_to_first
+from lightning_3d.shards.protocol import storage_key, writes_to_first
 from lightning_3d.shards.writes import tensors_in
 
 Ranks = frozenset[int]
@@ -77,7 +77,7 @@ class Holders:
             return tensor._elsewhere.ranks
         if known is None and type(tensor) is nn.Parameter:
             # Made around what was computed, as copies are.
-            reference, ranks = self._memory.get(tensor.untyped_storage()._cdata, (None, None))
+            reference, ranks = self._memory.get(storage_key(tensor), (None, None))
             return None if reference is None or reference.expired() else ranks
         return known
 
@@ -95,8 +95,7 @@ class Holders:
             return
         self._computed[tensor] = ranks
         if type(tensor) is Tensor:
-            storage = tensor.untyped_storage()
-            self._memory[storage._cdata] = StorageWeakRef(storage), ranks
+            self._memory[storage_key(tensor)] = StorageWeakRef(tensor.untyped_storage()), ranks
 
     def follow(self, copied: nn.Module, original: nn.Module) -> None:
         """Notes where the parameters of a copy are: where those of its original, a part of the module, are."""

@@ -103,9 +103,9 @@ class LateShard(ShardTensor):
         shard: ShardTensor = getattr(whole, method)(*args, **kwargs)
         return shard._local
 
-    def like(self, local: Tensor, dim: int, segments: tuple[int, ...], *others: Any) -> Any:
+    def like(self, local: Tensor, dim: int, segments: tuple[int, ...]) -> Any:
         """Returns the result of an operation, of the class of the narrow one."""
-        return self._narrow.like(local, dim, segments, *others)
+        return self._narrow.like(local, dim, segments)
 
     def float(self, memory_format: torch.memory_format = torch.preserve_format) -> Self:
         """Returns itself."""

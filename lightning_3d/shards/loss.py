@@ -33,12 +33,12 @@ def cross_entropy(
     targets: Tensor,
     group: ShardGroup,
     *,
+    classes: int,
     weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     wide: bool = False,
-    classes: int | None = None,
 ) -> Tensor:
     """Returns `torch.nn.functional.cross_entropy` of logits whose classes are cut.
 
@@ -49,12 +49,12 @@ def cross_entropy(
         logits: This rank's part, (rows, classes), (rows, classes, ...) or (classes); computed in 32 bits at least.
         targets: Class indices, replicated, of the shape without classes; or this rank's part of class probabilities.
         group: The ranks.
+        classes: How many there are on all ranks.
         weight: Of all classes, replicated, without a gradient.
         ignore_index: Rows with this class index count nothing.
         reduction: ``none``, ``sum`` or ``mean``.
         label_smoothing: Share of the target that is spread over all classes, 0 to 1.
         wide: The result is as of logits that were widened to 32 bits before; their gradient keeps their own dtype.
-        classes: How many there are on all ranks; by default those of equal parts.
 
     Raises:
         ValueError: ``reduction`` or ``label_smoothing`` is none of the valid values.
@@ -66,7 +66,7 @@ def cross_entropy(
     by_row = logits.movedim(_class_dim(logits), -1)
     shape = by_row.shape[:-1]
     rows = by_row.reshape(-1, by_row.shape[-1])
-    weights = _class_weights(rows, group, weight, classes)
+    weights = _class_weights(logits, weight, classes)
     if targets.is_floating_point():
         dtype = torch.promote_types(logits.dtype, targets.dtype)
         target_rows = targets.movedim(_class_dim(targets), -1).reshape(rows.shape)
@@ -84,10 +84,10 @@ def nll_loss(
     targets: Tensor,
     group: ShardGroup,
     *,
+    classes: int,
     weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
-    classes: int | None = None,
 ) -> Tensor:
     """Returns `torch.nn.functional.nll_loss` of log-probabilities whose classes are cut, by one sum over the ranks.
 
@@ -95,10 +95,10 @@ def nll_loss(
         log_probabilities: This rank's part, (rows, classes), (rows, classes, ...) or (classes).
         targets: Class indices, replicated, of the shape without classes.
         group: The ranks.
+        classes: How many there are on all ranks.
         weight: Of all classes, replicated, without a gradient.
         ignore_index: Rows with this class index count nothing.
         reduction: ``none``, ``sum`` or ``mean``.
-        classes: How many there are on all ranks; by default those of equal parts.
 
     Raises:
         ValueError: ``reduction`` is none of the valid values.
@@ -106,7 +106,7 @@ def nll_loss(
         Unshardable: ``weight`` wants a gradient.
     """
     dim = _class_dim(log_probabilities)
-    weights = _class_weights(log_probabilities.movedim(dim, -1), group, weight, classes)
+    weights = _class_weights(log_probabilities, weight, classes)
     safe, ignored, row_weights = _row_weights(targets, weights, ignore_index)
     picked = pick(log_probabilities, group, dim, safe.unsqueeze(dim), len(weights)).squeeze(dim)
     losses = (-picked * row_weights).masked_fill(ignored, 0)
@@ -142,15 +142,14 @@ def _row_weights(targets: Tensor, weights: Tensor, ignore_index: int) -> tuple[T
     return safe, ignored, row_weights.masked_fill(ignored, 0)
 
 
-def _class_weights(rows: Tensor, group: ShardGroup, weight: Tensor | None, classes: int | None) -> Tensor:
+def _class_weights(scores: Tensor, weight: Tensor | None, classes: int) -> Tensor:
     """The weights of all classes; views of a single one if there are none."""
-    dtype = _work_dtype(rows.dtype)
+    dtype = _work_dtype(scores.dtype)
     if weight is not None:
         if weight.requires_grad:
             raise Unshardable("class weights want a gradient")
         return weight.to(dtype)
-    classes = rows.shape[-1] * group.size if classes is None else classes
-    return torch.ones(1, dtype=dtype, device=rows.device).expand(classes)
+    return torch.ones(1, dtype=dtype, device=scores.device).expand(classes)
 
 
 def _own(weights: Tensor, group: ShardGroup) -> Tensor:

@@ -118,7 +118,7 @@ def own_numbers(value: Tensor, group: ShardGroup) -> Iterator[None]:
         return
     # Never torch.manual_seed: it seeds the generators of all devices.
     drawn = int(torch.empty((), dtype=torch.int64).random_())
-    generator = _default_generator(value.device)
+    generator = default_generator(value.device)
     state = generator.get_state()
     generator.manual_seed(_mixed(drawn, group.rank))
     try:
@@ -127,11 +127,14 @@ def own_numbers(value: Tensor, group: ShardGroup) -> Iterator[None]:
         generator.set_state(state)
 
 
-def _default_generator(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
-        generator: torch.Generator = torch.cuda.default_generators[device.index]
-        return generator
-    return torch.default_generator
+def default_generator(device: torch.device) -> torch.Generator:
+    """Returns what torch draws from on a device if it is given no generator."""
+    if device.type in ("cpu", "meta"):
+        return torch.default_generator
+    backend = torch.get_device_module(device)
+    index = backend.current_device() if device.index is None else device.index
+    generator: torch.Generator = backend.default_generators[index]
+    return generator
 
 
 def _mixed(drawn: int, rank: int) -> int:

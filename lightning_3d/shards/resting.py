@@ -23,6 +23,7 @@ from lightning_3d.shards.elementwise import Operation, operation
 from lightning_3d.shards.held import Held
 from lightning_3d.shards.held_tensor import HeldTensor, bare, replicated
 from lightning_3d.shards.layout import Layout
+from lightning_3d.shards.protocol import storage_key
 from lightning_3d.shards.writes import Writes, count_writes, tensors_in
 
 # What stands in C behind these attributes of every tensor.
@@ -386,8 +387,7 @@ def _windows(seen: Any, result: Any) -> Any:
     """Marks views of a parameter as such."""
 
     def mark(view: DTensor) -> DTensor:
-        local, of = view._local_tensor, seen._local_tensor
-        shared = local.untyped_storage()._cdata == of.untyped_storage()._cdata
+        shared = storage_key(view._local_tensor) == storage_key(seen._local_tensor)
         window: Any = view
         window._of = seen._of if isinstance(seen, _Window) else seen
         window._writes = seen._writes

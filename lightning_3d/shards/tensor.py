@@ -51,14 +51,13 @@ class ShardTensor(torch.Tensor):
     def __init__(self, *_: Any) -> None:
         """Nothing is left to do."""
 
-    def like(self, local: Tensor, dim: int, segments: tuple[int, ...], *others: Any) -> Self:
+    def like(self, local: Tensor, dim: int, segments: tuple[int, ...]) -> Self:
         """Returns the result of an operation on this shard.
 
         Args:
             local: This rank's part of the result.
             dim: The dim of the result that is cut; negative counts from the end.
             segments: Global lengths of its segments.
-            others: Arguments of the operation, for classes that note where results come from.
         """
         cls = type(self)
         return cls.__new__(cls, local, dim, segments, self._group)

@@ -15,7 +15,7 @@ from lightning_3d.shards.layout import join, padded
 
 _Result = TypeVar("_Result")
 
-# Seconds that a rank waits for the others: more than any step of a proof takes.
+# Seconds that a rank waits for the others where nobody says otherwise; proofs do.
 TIMEOUT = 60.0
 
 

@@ -275,7 +275,7 @@ def error(found: Tensor, expected: Tensor, scale: Callable[[float], float] = lam
         return 0.0
     mine, theirs = _real(found), _real(expected)
     difference = _largest(mine - theirs)
-    if math.isnan(difference):
+    if not math.isfinite(difference):
         return 0.0 if mine.equal(theirs) else math.inf
     return 0.0 if difference == 0 else difference / max(scale(_largest(theirs)), _SMALLEST)
 

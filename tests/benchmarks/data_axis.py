@@ -20,7 +20,6 @@ from torch import nn
 from lightning_3d import Mesh3DStrategy
 from tests.benchmarks.loops import (
     CLIP,
-    CpuFSDP,
     Loop,
     Size,
     ddp,
@@ -31,6 +30,7 @@ from tests.benchmarks.loops import (
     trainer_loop,
 )
 from tests.benchmarks.paired import HEADER, Comparison, Turns
+from tests.spmd.lightning_sharded import CpuFSDP
 from tests.spmd.pool import run_spmd
 
 WARM_UP = 10

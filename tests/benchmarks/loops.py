@@ -5,27 +5,25 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
-from unittest import mock
 
 import lightning as L
 import torch
-import torch.distributed.fsdp.fully_sharded_data_parallel as fsdp_module
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp._common_utils import _FSDPDeviceHandle
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_3d.reference.gpt import GPT
 from tests.benchmarks.paired import Side
+from tests.spmd.lightning_sharded import fsdp_on_cpu
 
 Loop = Callable[[Side], None]
 VOCABULARY, CLIP, RATE = 256, 1.0, 1e-3
@@ -95,7 +93,7 @@ def trainer_loop(strategy: Strategy, rank: int, world: int, size: Size, *, clip:
     """Returns a loop that is a Trainer with some strategy; ``rank`` is the data rank."""
 
     def loop(side: Side) -> None:
-        with _fsdp_on_cpu() if isinstance(strategy, FSDPStrategy) else ExitStack():
+        with fsdp_on_cpu() if isinstance(strategy, FSDPStrategy) else nullcontext():
             trainer = trainer_of(strategy, world, [side.callback()], clip=clip)
             trainer.fit(Model(size), loader(size.batches(rank, side.turns.steps)))
 
@@ -193,19 +191,3 @@ def deepspeed_loop(stage: int, rank: int, size: Size) -> Loop:
 def has_deepspeed() -> bool:
     """Whether DeepSpeed is installed."""
     return find_spec("deepspeed") is not None
-
-
-class CpuFSDP(FSDPStrategy):
-    """Lightning asks for a GPU by the class alone."""
-
-
-@contextmanager
-def _fsdp_on_cpu() -> Iterator[None]:
-    def on_cpu(state: Any, *_: Any) -> Any:
-        state._device_handle = _FSDPDeviceHandle.from_device(torch.device("cpu"))
-        return state
-
-    with mock.patch.object(fsdp_module, "_init_device_handle", on_cpu), warnings.catch_warnings():
-        # torch warns of its own old ways there.
-        warnings.simplefilter("ignore")
-        yield

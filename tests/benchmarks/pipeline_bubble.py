@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from lightning_3d import Mesh3DStrategy
 from lightning_3d.config.schema import ONE_STAGE_SCHEDULES
 from lightning_3d.parallel.pipeline.schedule.actions import Action
-from lightning_3d.parallel.pipeline.schedule.simulate import StageTimes, ideal_bubble, simulate
+from lightning_3d.parallel.pipeline.schedule.simulate import StageTimes, simulate
 from lightning_3d.parallel.pipeline.schedule.stopwatch import Stopwatch
 from lightning_3d.parallel.pipeline.schedule.timeline import Timeline
 from tests.benchmarks.loops import loader, trainer_of
+from tests.spmd.pipeline_nets import ideal_bubble
 from tests.spmd.pool import run_spmd
 
 RANKS, WARM_UP, CLOSE = 2, 3, 0.03

@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import statistics
 import time
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
 from tests.faults.program import DIGESTS, EVERY, FOLDER, LOAD, SAVE, STEP, Job, load, run_rank
 from tests.spmd.pool import end_processes
@@ -219,7 +220,7 @@ class Harness:
             world=mesh.world,
             strategy={**mesh.strategy, "async_save": background},
             directory=directory,
-            port=_free_port(),
+            port=find_free_network_port(),
             steps=_ENDLESS,
             nodes=mesh.nodes,
         )
@@ -304,9 +305,3 @@ def _left(job: Job, digests: Mapping[int, str]) -> tuple[tuple[tuple[str, int] |
 
 def _copy(source: Path, target: Path) -> None:
     shutil.copytree(source, target)
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])

@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_3d import Mesh3DPrecision, Mesh3DStrategy
+from lightning_3d.verify import comparison
+from lightning_3d.verify.comparison import number_error
 from tests.parity.catalog import build, global_batches
 from tests.parity.pipeline_table import PipelineRow
 from tests.parity.table import BATCHES, SAMPLES_PER_RANK, Reference, Row
@@ -164,8 +166,8 @@ def compare(found: Record, expected: Record) -> Difference:
     scalars = [*zip(found.losses, expected.losses, strict=True)]
     scalars += [(found.logged[name], expected.logged[name]) for name in expected.logged]
     return Difference(
-        loss=max(abs(a - b) / max(abs(b), 1e-12) for a, b in scalars),
-        norm=max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(found.norms, expected.norms, strict=True)),
+        loss=max(number_error(*pair) for pair in scalars),
+        norm=max(map(number_error, found.norms, expected.norms)),
         gradient=gradients,
         parameter=parameters,
     )
@@ -174,10 +176,10 @@ def compare(found: Record, expected: Record) -> Difference:
 def error(found: Tensor, expected: Tensor, largest: float) -> float:
     """max|a-b| / max|b|; what is below 1e-6 of the largest value of its kind is rounding of a true zero.
 
-    Such a tensor (a bias before batch normalisation, a key's bias) is compared on the scale of the largest.
+    Such a tensor (a bias before batch normalisation, a key's bias) is compared on the scale of the largest. What is
+    not finite is infinitely far off: `max` would let a NaN pass.
     """
-    own = float(expected.abs().max())
-    return float((found - expected).abs().max()) / (own if own >= 1e-6 * largest else largest)
+    return comparison.error(found, expected, lambda own: own if own >= 1e-6 * largest else largest)
 
 
 # From the second step on gradients are taken at parameters that differ, and differ by as much.

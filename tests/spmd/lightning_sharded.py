@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -69,9 +69,18 @@ class CpuFSDP(FSDPStrategy):
     """Lightning asks for a GPU by the class alone."""
 
 
-def _on_cpu(state: Any, *_: Any) -> Any:
-    state._device_handle = _FSDPDeviceHandle.from_device(torch.device("cpu"))
-    return state
+@contextmanager
+def fsdp_on_cpu() -> Iterator[None]:
+    """Context in which torch's FSDP runs without a GPU."""
+
+    def on_cpu(state: Any, *_: Any) -> Any:
+        state._device_handle = _FSDPDeviceHandle.from_device(torch.device("cpu"))
+        return state
+
+    with mock.patch.object(fsdp_module, "_init_device_handle", on_cpu), warnings.catch_warnings():
+        # torch warns of its own old ways there.
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _strategy(name: str) -> Any:
@@ -93,12 +102,7 @@ def sharded(
 ) -> dict[str, Any]:
     """Trains so many epochs and returns learning rates and the whole state."""
     L.seed_everything(4, verbose=False)
-    with ExitStack() as stack:
-        if strategy == "fsdp":
-            stack.enter_context(mock.patch.object(fsdp_module, "_init_device_handle", _on_cpu))
-            # torch warns of its own old ways there.
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
+    with fsdp_on_cpu() if strategy == "fsdp" else nullcontext():
         chosen = Mesh3DStrategy(**strategy) if isinstance(strategy, dict) else _strategy(strategy)
         trainer = L.Trainer(**QUIET, devices=world, strategy=chosen, max_epochs=epochs, use_distributed_sampler=False)
         module = Sharded()

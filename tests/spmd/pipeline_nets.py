@@ -194,3 +194,15 @@ def batch_of(*lengths: int, samples: int = 2, dtype: torch.dtype = torch.float64
     """Micro-batches with sequences of these lengths, the same on all ranks."""
     made = torch.Generator().manual_seed(sum(lengths) + len(lengths))
     return [torch.randn(samples, length, WIDTH, dtype=dtype, generator=made) for length in lengths]
+
+
+def ideal_bubble(ranks: int, microbatches: int) -> float:
+    """Returns the bubble of GPipe and 1F1B with equal stages and free sends: (p - 1) / (m + p - 1).
+
+    Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", section 2.3.
+
+    Args:
+        ranks: Degree of the pipeline axis, p.
+        microbatches: Micro-batches of a batch, m.
+    """
+    return (ranks - 1) / (microbatches + ranks - 1)

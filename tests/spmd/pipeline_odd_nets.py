@@ -130,6 +130,15 @@ class Hooked(OddNet):
             parameter.register_post_accumulate_grad_hook(_halve)
 
 
+class HookedInside(OddNet):
+    """Every gradient of the second stage is halved by a hook, and no other."""
+
+    def __init__(self, stages: int) -> None:
+        super().__init__(stages)
+        for parameter in self.stages[1].parameters():
+            parameter.register_post_accumulate_grad_hook(_halve)
+
+
 class OtherLeaf(OddNet):
     """A tensor that is no parameter gets a gradient; it is a part of what a step of its own would train."""
 

@@ -94,6 +94,11 @@ def assert_same(found: Any, expected: Any, place: str, *, close: float = _CLOSE)
         assert found == expected, f"{place}: {found} instead of {expected}"
 
 
+def of_one_kind(value: Any) -> Any:
+    """Returns nested values with plain dicts for all that are dicts."""
+    return {key: of_one_kind(part) for key, part in value.items()} if isinstance(value, dict) else value
+
+
 def tokens(count: int, samples: int = 4, length: int = LENGTH) -> list[tuple[Tensor]]:
     """The same batches of tokens everywhere."""
     generator = torch.Generator().manual_seed(9)

@@ -19,7 +19,7 @@ from tests.parity.models import NextToken
 from tests.parity.tensor_models import PackedGPT
 from tests.spmd.fits import QUIET, loader
 from tests.spmd.pool import run_spmd
-from tests.spmd.tensor_runs import assert_same, tokens
+from tests.spmd.tensor_runs import assert_same, of_one_kind, tokens
 from tests.spmd.test_pad_vocabulary import Words
 
 pytestmark = [pytest.mark.spmd, pytest.mark.timeout(180)]
@@ -103,12 +103,7 @@ def test_checkpoints_hold_averages_whole(
     found = run_spmd(fit, world, make, strategy, tmp_path, timeout=90)
     (expected,) = run_spmd(fit, 1, make, {}, tmp_path)
     for rank, seen in enumerate(found):
-        assert_same(plain(seen), plain(expected), f"rank {rank}")
-
-
-def plain(value: Any) -> Any:
-    """Dicts of one kind."""
-    return {key: plain(part) for key, part in value.items()} if isinstance(value, dict) else value
+        assert_same(of_one_kind(seen), of_one_kind(expected), f"rank {rank}")
 
 
 class Calls(NextToken):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
 from tests.marks import more
 from tests.spmd.faulty import TIMEOUT
@@ -48,7 +48,7 @@ def ended(end: str, rank: int, directory: Path, strategy: dict[str, Any], *how: 
     """Runs the program until no rank is left."""
     command = [sys.executable, "-W", "ignore", *how, "-m", "tests.spmd.faulty"]
     if how:
-        command = [sys.executable, *how, "--master-port", str(_free_port()), "-m", "tests.spmd.faulty"]
+        command = [sys.executable, *how, "--master-port", str(find_free_network_port()), "-m", "tests.spmd.faulty"]
     arguments = [end, str(rank), place, str(directory), json.dumps(strategy)]
     with subprocess.Popen(
         [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_environment()
@@ -70,12 +70,6 @@ def ended(end: str, rank: int, directory: Path, strategy: dict[str, Any], *how: 
 def _environment() -> dict[str, str]:
     names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "LOCAL_RANK", "RANK", "NODE_RANK")
     return {name: value for name, value in os.environ.items() if name not in names}
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def _is_there(process: int) -> bool:

@@ -21,7 +21,7 @@ from tests.features.modules import Module, Samples
 from tests.marks import more
 from tests.spmd.fits import trainer
 from tests.spmd.pool import run_spmd
-from tests.spmd.tensor_runs import assert_same
+from tests.spmd.tensor_runs import assert_same, of_one_kind
 
 pytestmark = [pytest.mark.spmd, pytest.mark.timeout(240)]
 
@@ -168,11 +168,6 @@ FILE = {"save_distributed_checkpoint": False}
 _APART = ("lightning_3d", "loops", "pytorch-lightning_version")
 
 
-def plain(value: Any) -> Any:
-    """Dicts of one kind."""
-    return {key: plain(part) for key, part in value.items()} if isinstance(value, dict) else value
-
-
 @pytest.mark.parametrize(
     ("name", "source", "targets"),
     [
@@ -200,4 +195,4 @@ def test_goes_on_elsewhere(name: str, source: str, targets: Sequence[str], tmp_p
         run_spmd(fit, there, name, options | FILE, {2 * step: path}, tmp_path / "first.ckpt")
         found = torch.load(path)
         for key in keys:
-            assert_same(plain(found[key]), plain(expected[key]), f"{target}, {key}")
+            assert_same(of_one_kind(found[key]), of_one_kind(expected[key]), f"{target}, {key}")

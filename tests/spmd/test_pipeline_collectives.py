@@ -14,12 +14,13 @@ from lightning_3d.counters import CollectiveCounter
 from lightning_3d.graph.parameters import ParameterTable
 from lightning_3d.parallel.data.cost import data_sizes, data_traffic, stage_share
 from lightning_3d.parallel.pipeline.cost import pipeline_traffic
-from lightning_3d.parallel.tensor.cost import Sums, dense_block, tensor_traffic, vocabulary
+from lightning_3d.parallel.tensor.cost import Sums, tensor_traffic
 from lightning_3d.plan import Plan
 from lightning_3d.reference.gpt import GPT
 from tests.parity.models import LENGTH, VOCABULARY, NextToken
 from tests.spmd.fits import loader
 from tests.spmd.pool import run_spmd
+from tests.spmd.sums import dense_block, vocabulary
 from tests.spmd.tensor_runs import Ranks, tokens
 
 pytestmark = [pytest.mark.spmd, pytest.mark.timeout(240)]

@@ -15,7 +15,7 @@ from lightning_3d.parallel.pipeline.run.placeholder import resolve
 from tests.parity.catalog import build, global_batches
 from tests.spmd.pool import run_spmd
 from tests.spmd.stage_chain import Cut, check_parity, inside, whole
-from tests.spmd.stage_nets import WIDTH, tangled
+from tests.spmd.stage_nets import BLOCKS, WIDTH, tangled
 
 pytestmark = pytest.mark.spmd
 
@@ -170,9 +170,17 @@ def refusals(rank: int, world: int) -> list[str]:
     def step() -> Tensor:
         return module.training_step(batch, 0)
 
+    def in_another_order() -> Tensor:
+        h = torch.ones(2, 3, WIDTH).double()
+        # The plan would refuse it too, on the second rank alone.
+        for index in (1, 0, 2, 3) if rank else range(BLOCKS):
+            h = module.blocks[index](h)
+        return h.sum()
+
     refused(
         lambda: (module.scale if rank else module.scale * 1).sum() * 0 + step(), "do different things with the same"
     )
+    refused(in_another_order, "do different things with the same")
     handle = module.blocks[0].register_forward_hook(lambda *_: module.blocks[3](torch.ones(1, WIDTH).double()))
     refused(step, r"blocks\.3 is called inside another module")
     handle.remove()
@@ -185,5 +193,5 @@ def refusals(rank: int, world: int) -> list[str]:
 
 def test_what_fails_on_one_rank_fails_on_all() -> None:
     first, second = run_spmd(refusals, 2)
-    assert first[:2] == second[:2]
-    assert (first[2], second[2]) == ("BrokenError: broken 7", "broken 7"), "what cannot travel is told"
+    assert first[:3] == second[:3]
+    assert (first[3], second[3]) == ("BrokenError: broken 7", "broken 7"), "what cannot travel is told"

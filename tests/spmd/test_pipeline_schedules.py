@@ -13,9 +13,9 @@ from lightning_3d.counters import CollectiveCounter
 from lightning_3d.parallel.pipeline.cost import pipeline_traffic
 from lightning_3d.parallel.pipeline.plan import PipelinePlan
 from lightning_3d.parallel.pipeline.schedule.actions import rank_actions
-from lightning_3d.parallel.pipeline.schedule.simulate import ideal_bubble, simulate
+from lightning_3d.parallel.pipeline.schedule.simulate import simulate
 from tests.marks import more
-from tests.spmd.pipeline_nets import Net, Pipeline, batch_of
+from tests.spmd.pipeline_nets import Net, Pipeline, batch_of, ideal_bubble
 from tests.spmd.pipeline_odd_nets import Skips, Slow, SometimesSkips
 from tests.spmd.pool import run_spmd
 

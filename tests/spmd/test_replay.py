@@ -16,6 +16,7 @@ from lightning_3d.parallel.tensor.replay.blocks import Replays
 from tests.spmd.cut_net import MICROBATCHES, CutNet, batches
 from tests.spmd.pool import run_spmd
 from tests.spmd.test_tensor_apply import applied
+from tests.unit.parallel.tensor.replay.toys import install
 
 pytestmark = pytest.mark.spmd
 
@@ -43,7 +44,7 @@ def train(rank: int, sizes: dict[str, int], zero: int, reentrant: bool | None, r
     blocks = {str(index): block for index, block in enumerate(net.blocks)}
     replays = Replays(blocks, state.group, read=state.read)
     if replayed:
-        replays.install()
+        install(replays, blocks)
     if reentrant is not None:
         for block in net.blocks:
             around_calls(block, lambda call: checkpointed(call, reentrant))

@@ -39,7 +39,7 @@ def loss_and_gradient(rank: int, world: int, smoothing: float) -> tuple[Tensor, 
     local = take(logits(), 1, (CLASSES,), rank, world).clone().requires_grad_()
     counts = []
     with CollectiveCounter({"tensor": dist.group.WORLD}) as counter:
-        loss = cross_entropy(local, targets(), group, label_smoothing=smoothing)
+        loss = cross_entropy(local, targets(), group, classes=CLASSES, label_smoothing=smoothing)
         counts.append((counter.table.calls(), counter.table.payload()))
         loss.backward()
         counts.append((counter.table.calls(), counter.table.payload()))
@@ -71,14 +71,14 @@ def calls(rank: int, world: int) -> dict[str, tuple[int, int, Tensor]]:
         "softmax": lambda: softmax(local, group, 1),
         "log_softmax": lambda: log_softmax(local, group, 1),
         "logsumexp": lambda: logsumexp(local, group, 1),
-        "nll_loss": lambda: nll_loss(local, targets(), group),
-        "pick": lambda: pick(local, group, 1, index),
-        "largest": lambda: largest(local, group, 1).values,
-        "argmax": lambda: argmax(local, group, 1),
-        "topk": lambda: topk(local, group, 5, 1).values,
+        "nll_loss": lambda: nll_loss(local, targets(), group, classes=CLASSES),
+        "pick": lambda: pick(local, group, 1, index, CLASSES),
+        "largest": lambda: largest(local, group, 1, CLASSES).values,
+        "argmax": lambda: argmax(local, group, 1, CLASSES),
+        "topk": lambda: topk(local, group, 5, 1, CLASSES).values,
         "amax": lambda: amax(local, group, 1),
         "total": lambda: total(local, group, 1),
-        "mean": lambda: mean(local, group, 1),
+        "mean": lambda: mean(local, group, 1, CLASSES),
     }
     counted = {}
     for name, operation in operations.items():

@@ -7,7 +7,6 @@ Using Megatron-LM", section 2.2), and the bubble.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_3d.cost import Traffic, TrafficRow
@@ -98,31 +97,13 @@ def receive_buffers(plan: PipelinePlan, *, rank: int, microbatches: int) -> int:
     return _run(plan, microbatches) * (received + returned)
 
 
-def activations_in_flight(
-    plan: PipelinePlan, sizes: Sequence[int], *, microbatches: int, whole_backward: bool = False
-) -> tuple[int, ...]:
-    """Returns the bytes of activations that wait for their backward, on each rank at its worst moment.
-
-    Args:
-        plan: The plan.
-        sizes: Bytes that one micro-batch keeps on each stage from forward to backward.
-        microbatches: Micro-batches of a batch.
-        whole_backward: Backwards are never split.
-    """
-    timeline = plan_timeline(plan, microbatches=microbatches, whole_backward=whole_backward)
-    return tuple(int(timeline.in_flight(rank, sizes)) for rank in range(plan.ranks))
-
-
-def plan_timeline(
-    plan: PipelinePlan, *, microbatches: int, whole_backward: bool = False, send: float = 0.0
-) -> Timeline:
+def plan_timeline(plan: PipelinePlan, *, microbatches: int, whole_backward: bool = False) -> Timeline:
     """Returns the theoretical timeline of a step, in which a backward is as long as two forwards.
 
     Args:
         plan: The plan; the times of its stages are their costs.
         microbatches: Micro-batches of a batch; empty ones that the schedule needs take as long as the others.
         whole_backward: Backwards are never split.
-        send: Time of sending a boundary, in the unit of the costs.
     """
     costs = [stage.cost for stage in plan.stages]
     times = [StageTimes(forward=cost, backward_input=cost, backward_weight=cost) for cost in costs]
@@ -132,7 +113,6 @@ def plan_timeline(
         microbatches=_run(plan, microbatches),
         stages_per_rank=len(plan.stages) // plan.ranks,
         times=times if any(costs) else None,
-        send=send,
         whole_backward=whole_backward,
     )
 

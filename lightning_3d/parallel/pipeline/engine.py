@@ -108,7 +108,7 @@ class PipelineEngine:
         self._noticed = False
         for module in stages.values():
             module.connect(self._run_stage)
-        if whole_backward and plan.schedule in SPLIT_SCHEDULES:
+        if whole_backward and plan.schedule in SPLIT_SCHEDULES and process_rank() == 0:
             self._notice("units of parameters or the tensor axis")
 
     @property
@@ -285,8 +285,12 @@ class PipelineEngine:
         return (root,)
 
     def _notice(self, reason: str) -> None:
-        """Says once, on one rank, that the bubble will not be filled as the schedule would."""
-        level = logging.DEBUG if self._noticed or process_rank() else logging.WARNING
+        """Says once that the bubble will not be filled as the schedule would.
+
+        Only the rank of a stage knows of it, so each rank of one pipeline speaks.
+        """
+        told = self._noticed or 0 not in dist.get_process_group_ranks(self._group)
+        level = logging.DEBUG if told else logging.WARNING
         self._noticed = True
         _log.log(level, "%s runs whole backwards, so it fills less of the bubble: %s", self._plan.schedule, reason)
 

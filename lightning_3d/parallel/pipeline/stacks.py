@@ -128,10 +128,13 @@ def _by_name(module: nn.Module, stacks: Sequence[Stack], names: Sequence[str]) -
                 fix="the name of an nn.ModuleList or nn.Sequential, as module.named_modules() gives it",
             )
         found.append(stack)
+    again = next((name for index, name in enumerate(names) if name in names[:index]), None)
+    if again is not None:
+        raise PlanError(f"pipeline_stack names {again} twice.", fix="each list once")
     inner = next((name for name in names for other in names if name.startswith(f"{other}.")), None)
-    if inner is not None or len(set(names)) < len(names):
+    if inner is not None:
         raise PlanError(
-            f"pipeline_stack names {inner or 'a list'} twice, once within another list.",
+            f"pipeline_stack names {inner}, which lies within another list that it names.",
             fix="lists that do not hold each other",
         )
     order = list(modules)

@@ -33,7 +33,7 @@ class StageModule(nn.Module):
         """Says what a call of the stage runs."""
         self._run = run
 
-    def forward(self, *received: Tensor, mb: Tensor | int) -> Any:
+    def forward(self, *received: Tensor, mb: int) -> Any:
         """Runs the stage on a micro-batch.
 
         Args:
@@ -41,7 +41,7 @@ class StageModule(nn.Module):
             mb: Number of the micro-batch.
         """
         assert self._run is not None, "connect() comes first"
-        return self._run(self.stage, received, int(mb))
+        return self._run(self.stage, received, mb)
 
 
 class Holder(nn.Module):
@@ -56,14 +56,14 @@ class Holder(nn.Module):
 
     def __init__(self, module: nn.Module, names: frozenset[str]) -> None:
         super().__init__()
-        self._parameters = Window(module._parameters, names)  # type: ignore[assignment]
+        self._parameters = Entries(module._parameters, names)  # type: ignore[assignment]
 
     def forward(self) -> None:
         """Nothing calls it."""
         raise AssertionError("a holder computes nothing")
 
 
-class Window(MutableMapping[str, Any]):
+class Entries(MutableMapping[str, Any]):
     """Some entries of a dict, live in both directions.
 
     Args:

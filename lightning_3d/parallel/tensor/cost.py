@@ -1,8 +1,7 @@
 """The price of the tensor axis: what an optimizer step sends over it.
 
-Counts after Shoeybi et al. 2019, "Megatron-LM", section 3: a dense block sums twice forward and twice backward, each
-time its hidden state. With sequence parallelism (Korthikanti et al. 2022, section 4.2) each sum becomes a
-reduce-scatter and an all-gather, which send as much together.
+With sequence parallelism (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models",
+section 4.2) each sum becomes a reduce-scatter and an all-gather, which send as much together.
 """
 
 from __future__ import annotations
@@ -40,34 +39,7 @@ class Sums:
         return self.forward + self.backward
 
 
-def dense_block(state: int, *, recomputed: bool = False) -> Sums:
-    """Returns the sums of a block of attention and MLP.
-
-    Args:
-        state: Bytes of the hidden state of a micro-batch: samples x length x width x bytes of an element.
-        recomputed: Its forward runs again in backward, which ends before the last sum.
-    """
-    return Sums(forward=2, backward=3 if recomputed else 2, payload=state, gathers=1 if recomputed else 0)
-
-
-def vocabulary(state: int, rows: int, *, element: int = 4) -> tuple[Sums, ...]:
-    """Returns the sums of an embedding, a head and a cross-entropy whose vocabulary is cut.
-
-    Args:
-        state: Bytes of the hidden state of a micro-batch.
-        rows: Its tokens.
-        element: Bytes of an element of the loss: at least those of fp32.
-    """
-    embedding_and_head = Sums(forward=1, backward=1, payload=state)
-    # The largest logit of each row; then its sum of exponentials and the logit of its class.
-    largest = Sums(forward=1, backward=0, payload=rows * element, of_states=False)
-    loss = Sums(forward=1, backward=0, payload=2 * rows * element, of_states=False)
-    return embedding_and_head, largest, loss
-
-
-def tensor_traffic(
-    sums: Iterable[Sums], *, size: int, microbatches: int, sequence: bool = False, partial: Iterable[int] = ()
-) -> Traffic:
+def tensor_traffic(sums: Iterable[Sums], *, size: int, microbatches: int, sequence: bool = False) -> Traffic:
     """Returns the collectives of one optimizer step, as each rank takes part in them.
 
     Args:
@@ -75,7 +47,6 @@ def tensor_traffic(
         size: Number of tensor ranks.
         microbatches: Micro-batches of an optimizer step: those of a batch x accumulated batches.
         sequence: Sequence parallelism.
-        partial: Bytes of the partial gradients of each dtype, which are summed once.
     """
     if size == 1:
         return Traffic()
@@ -85,8 +56,6 @@ def tensor_traffic(
         for kind in kinds:
             calls = part.calls + (part.gathers if kind == "all_gather" else 0)
             total += _row(kind, size, microbatches * calls, part.payload)
-    for payload in partial:
-        total += _row("all_reduce", size, 1, payload)
     return total
 
 

@@ -11,7 +11,7 @@ import torch
 
 from lightning_3d.errors import PlanError
 from lightning_3d.graph.parameters import ParameterInfo, ParameterTable
-from lightning_3d.parallel.tensor.overrides import ForcedStyle, Overrides
+from lightning_3d.parallel.tensor.overrides import ForcedStyle, Overrides, numberless
 from lightning_3d.parallel.tensor.regions.plan import Region, RegionPlan
 from lightning_3d.parallel.tensor.trace.exchanges import Collectives
 from lightning_3d.parallel.tensor.trace.observer import Traced
@@ -171,7 +171,7 @@ def _why_unseen(info: ParameterInfo, regions: RegionPlan) -> str:
 
 
 def _nothing_cut(plan: TensorPlan, useful: Callable[[int], bool] | None) -> PlanError:
-    reasons = list(dict.fromkeys(_numberless(f"{row.name}: {row.reason}") for row in plan.rows if row.reason))
+    reasons = list(dict.fromkeys(_numberless_text(f"{row.name}: {row.reason}") for row in plan.rows if row.reason))
     found = [degree for degree in _DEGREES if degree != plan.size and useful is not None and useful(degree)]
     shown = "".join(f"\n    {reason}" for reason in reasons[:5])
     return PlanError(
@@ -184,16 +184,17 @@ def _nothing_cut(plan: TensorPlan, useful: Callable[[int], bool] | None) -> Plan
 # ---- as text ----
 
 
-def _numberless(text: str) -> str:
+def _numberless_text(text: str) -> str:
+    """Puts ``*`` for the numbers in the names that a text has."""
     return _NUMBER.sub("*", text)
 
 
 def _traffic_lines(traffic: Mapping[str, Collectives]) -> Iterator[str]:
     counts: dict[tuple[str, str], list[str]] = {}
     for block, each in traffic.items():
-        counts.setdefault((_numberless(f"{block}."), str(each)), []).append(block)
+        counts.setdefault((numberless(block), str(each)), []).append(block)
     for (pattern, text), blocks in counts.items():
-        name = "outside of blocks" if blocks == [""] else blocks[0] if len(blocks) == 1 else pattern[:-1]
+        name = "outside of blocks" if blocks == [""] else blocks[0] if len(blocks) == 1 else pattern
         yield f"{name}{_times(len(blocks))}: {text}"
 
 
@@ -201,7 +202,8 @@ def _folded(rows: Sequence[ParameterStyle]) -> Iterator[tuple[str, ...]]:
     """Lines of a table; parameters whose names differ in numbers only are one."""
     kinds: dict[tuple[str, ...], list[ParameterStyle]] = {}
     for row in rows:
-        key = (_numberless(row.name), row.style, str(row.layout), str(row.shape), _numberless(row.reason), row.source)
+        reason = _numberless_text(row.reason)
+        key = (numberless(row.name), row.style, str(row.layout), str(row.shape), reason, row.source)
         kinds.setdefault(key, []).append(row)
     for (pattern, *_, reason, source), alike in kinds.items():
         row = alike[0]
@@ -215,7 +217,7 @@ def _folded(rows: Sequence[ParameterStyle]) -> Iterator[tuple[str, ...]]:
 def _region_rows(regions: Sequence[Region]) -> Iterator[tuple[str, ...]]:
     counts: dict[str, list[Region]] = {}
     for region in regions:
-        counts.setdefault(_numberless(f"{region.module}.")[:-1], []).append(region)
+        counts.setdefault(numberless(region.module), []).append(region)
     for pattern, alike in counts.items():
         error = max(region.error for region in alike)
         name = pattern if len(alike) > 1 else alike[0].module

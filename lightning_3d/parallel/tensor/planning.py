@@ -34,7 +34,6 @@ def find_tensor_plan(
     tensor_plan: Mapping[str, str] | None = None,
     sequence: bool = False,
     pad_vocabulary: bool = False,
-    observers: Sequence[Observer] = (),
 ) -> TensorPlan:
     """Returns the plan of an untouched module.
 
@@ -50,7 +49,6 @@ def find_tensor_plan(
         tensor_plan: The user's globs and styles.
         sequence: Sequence parallelism.
         pad_vocabulary: Whether a vocabulary that the ranks do not divide is padded and cut.
-        observers: Who else watches the run; they see its last passes again if there are local regions.
 
     Raises:
         PlanError: A glob or style of the user is wrong, or nothing can be cut.
@@ -61,13 +59,13 @@ def find_tensor_plan(
     sampled = [candidate.module for candidate in region_candidates(module, overrides, hinted)]
     trace = partial(_traced, module, step, parameters, stacks, overrides, pad_vocabulary)
     used = UsedParameters(parameters)
-    traced = trace(size, sampled=sampled, observers=[*observers, used])
+    traced = trace(size, sampled=sampled, observers=[used])
     candidates = region_candidates(module, overrides, hinted, traced.reads)
     regions = RegionPlan()
     if candidates:
         regions = plan_regions(module, parameters, candidates, traced.calls, size, replicated=overrides.replicated)
     if regions.regions:
-        traced = trace(size, regions=regions.regions, observers=observers)
+        traced = trace(size, regions=regions.regions)
     plan = plan_tensor(
         parameters,
         traced,

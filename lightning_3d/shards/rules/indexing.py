@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.shards import nodes
-from lightning_3d.shards.along import own_positions
+from lightning_3d.shards.along import checked_positions
 from lightning_3d.shards.layout import is_even
 from lightning_3d.shards.refusal import NeedsSegments, Unshardable
 from lightning_3d.shards.rules.entering import cut
@@ -264,7 +264,7 @@ def gather(x: Any, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Any
         return x.like(x._local.gather(at, _own_index(x, index)), x._dim, x._segments)
     if isinstance(index, ShardTensor) or len(x._segments) > 1:
         raise Unshardable("positions along the dim that is cut")
-    own, held = own_positions(index, x._group, x.size(at))
+    own, held = checked_positions(index, x._group, x.size(at))
     return nodes.reduce(x._local.gather(at, own).masked_fill(~held, 0), x._group)
 
 

@@ -56,7 +56,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     along = at == first._dim
     own = [_own(each, first, along) for each in tensors if not _is_skipped(each)]
     segments = tuple(length for _, lengths in own for length in lengths) if along else first._segments
-    return first.like(torch.cat([part for part, _ in own], at), first._dim, segments, *tensors)
+    return first.like(torch.cat([part for part, _ in own], at), first._dim, segments)
 
 
 @table.rule(torch.stack)
@@ -65,7 +65,7 @@ def stack(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     first = _first_shard(tensors)
     at = dim % (first._local.dim() + 1)
     own = [_own(each, first, along=False)[0] for each in tensors]
-    return first.like(torch.stack(own, at), first._dim + (at <= first._dim), first._segments, *tensors)
+    return first.like(torch.stack(own, at), first._dim + (at <= first._dim), first._segments)
 
 
 @table.rule(*spellings("repeat_interleave"))

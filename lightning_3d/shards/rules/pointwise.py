@@ -85,7 +85,7 @@ def _of_several(function: Function) -> Function:
         if not isinstance(result, Tensor):
             return result
         dim = result.dim() - first._local.dim() + first._dim
-        return first.like(result, dim, first._segments, *args, *kwargs.values())
+        return first.like(result, dim, first._segments)
 
     return rule
 

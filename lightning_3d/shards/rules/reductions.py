@@ -78,7 +78,7 @@ def mean(x: Tensor, dim: DimArgument = None, keepdim: bool = False, *, dtype: to
     dims = _dims(dim, shard)
     if shard._dim in dims:
         count = math.prod(shard.size(each) for each in dims)
-        return along.mean(shard._local, shard._group, dims, keepdim, dtype, count)
+        return along.mean(shard._local, shard._group, dims, count, keepdim, dtype)
     return _result(shard, shard._local.mean(dims, keepdim, dtype=dtype), dims)
 
 
@@ -147,7 +147,7 @@ def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = 
     dims = _dims(dim, shard)
     if shard._dim in dims:
         group = _ordered(shard, torch.topk)
-        return along.topk(shard._local, group, k, dims[0], largest, sorted, shard.size(shard._dim))
+        return along.topk(shard._local, group, k, dims[0], shard.size(shard._dim), largest, sorted)
     return _results(shard, torch.topk(shard._local, k, dims[0], largest, sorted), dims)
 
 
@@ -206,7 +206,7 @@ def _extreme_of_three_kinds(
         return of_all(shard._local, shard._group, _dims(None, shard))
     dims = _dims(dim, shard)
     if shard._dim in dims:
-        return exchanged(shard._local, _ordered(shard, local), dims[0], keepdim, shard.size(shard._dim))
+        return exchanged(shard._local, _ordered(shard, local), dims[0], shard.size(shard._dim), keepdim)
     return _results(shard, local(shard._local, dims[0], keepdim), dims)
 
 
@@ -217,7 +217,7 @@ def _where(x: Tensor, dim: int | None, keepdim: bool, local: Function, exchanged
     dims = _dims(dim, shard)
     if shard._dim in dims:
         group = _ordered(shard, local)
-        result: Tensor = exchanged(scores(shard), group, dims[0], keepdim, shard.size(shard._dim))
+        result: Tensor = exchanged(scores(shard), group, dims[0], shard.size(shard._dim), keepdim)
         return result
     return _result(shard, local(scores(shard), dims[0], keepdim), dims)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 from lightning_3d.reference import GPT, LanguageModel, Llama, warmup_cosine
+from lightning_3d.reference.hugging_face import HuggingFaceModel
 from lightning_3d.reference.language_model import next_token_loss, next_tokens
 from lightning_3d.reference.perplexity import Perplexity
 from tests.unit.reference.conftest import DataFactory
@@ -38,7 +39,7 @@ class Fixed(nn.Module):
         return SimpleNamespace(logits=self.logits.expand(*input_ids.shape, -1))
 
 
-def run(module: LanguageModel, data: L.LightningDataModule, **options: Any) -> L.Trainer:
+def run(module: L.LightningModule, data: L.LightningDataModule, **options: Any) -> L.Trainer:
     trainer = L.Trainer(
         accelerator="cpu",
         logger=False,
@@ -210,9 +211,10 @@ def test_the_scheduler_gets_the_trainers_steps(make_data: DataFactory) -> None:
     assert [group["lr"] for group in trainer.optimizers[0].param_groups] == pytest.approx([1e-3, 1e-3])
 
 
-def test_a_scheduler_needs_an_end(make_data: DataFactory) -> None:
+@pytest.mark.parametrize("kind", [LanguageModel, HuggingFaceModel])
+def test_a_scheduler_needs_an_end(make_data: DataFactory, kind: Any) -> None:
     with pytest.raises(ValueError, match=r"training has no end\n  fix: trainer\.max_steps"):
-        run(LanguageModel(GPT_BUILDER, ADAMW, warmup_cosine), make_data(), max_epochs=-1)
+        run(kind(GPT_BUILDER, ADAMW, warmup_cosine), make_data(), max_epochs=-1)
 
 
 def test_the_learning_rate_follows_the_batch_and_says_so(

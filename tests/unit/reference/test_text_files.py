@@ -98,6 +98,19 @@ def test_a_cache_that_cannot_be_written(two_files: list[str], tmp_path: Path, mo
         tokens(two_files, tmp_path / "cache")
 
 
+def test_a_corpus_that_cannot_be_read_is_not_the_caches_fault(
+    two_files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: str | Path, mode: str) -> object:
+        if mode == "rb":
+            raise PermissionError(13, "Permission denied", path)
+        return open(path, mode)
+
+    monkeypatch.setattr(text_files, "open", refuse, raising=False)
+    with pytest.raises(PermissionError, match=r"^\[Errno 13\] Permission denied: '.*a\.txt'$"):
+        tokens(two_files, tmp_path / "cache")
+
+
 def test_a_failure_leaves_nothing_behind_and_frees_the_lock(
     two_files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -284,6 +284,20 @@ def test_gather_and_take_along_dim() -> None:
     check(lambda x: x.masked_select(x > 0.5), x, size=2, on_shards=False)
 
 
+@pytest.mark.parametrize("index", [-100, 8])
+@pytest.mark.parametrize("take", [Tensor.gather, Tensor.take_along_dim])
+def test_a_position_out_of_bounds_is_found(take: Function, index: int) -> None:
+    labels = torch.tensor([[1, index]])
+
+    def on_rank(group: ThreadShardGroup) -> Tensor:
+        x = Shard(torch.ones(1, 4), 1, (8,), group)
+        found: Tensor = take(x, 1, labels) if take is Tensor.gather else take(x, labels, 1)
+        return found
+
+    with pytest.raises(IndexError):
+        run_threads(2, on_rank)
+
+
 def test_reading_memory_is_refused() -> None:
     def on_rank(group: ThreadShardGroup) -> None:
         with pytest.raises(ModuleError, match=r"data_ptr at .*test_indexing\.py"):

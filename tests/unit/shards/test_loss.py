@@ -16,14 +16,10 @@ from lightning_3d.shards.group import ShardGroup
 from lightning_3d.shards.layout import take
 from lightning_3d.shards.loss import cross_entropy, nll_loss
 from lightning_3d.shards.refusal import Unshardable
-from tests.unit.shards.threads import ThreadShardGroup, compare, leaf, run_threads, whole
+from tests.unit.shards.threads import ThreadShardGroup, compare, leaf, random, run_threads, whole
 
 CLASSES = 16
 SHAPES = ((5, CLASSES), (300, CLASSES), (2, CLASSES, 3), (2, CLASSES, 3, 2), (CLASSES,))
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def classes_of(logits: Tensor, ignored: int | None) -> Tensor:
@@ -57,7 +53,7 @@ def test_cross_entropy_of_classes(
     targets = classes_of(logits, -100)
     options = options_of(weighted, reduction=reduction, label_smoothing=smoothing)
     compare(
-        lambda local, group: cross_entropy(local, targets, group, **options),
+        lambda local, group: cross_entropy(local, targets, group, classes=CLASSES, **options),
         lambda one: F.cross_entropy(one, targets, **options),
         logits,
         dim=class_dim(logits),
@@ -73,7 +69,7 @@ def test_an_ignored_index_may_be_a_class(ignored: int, reduction: str) -> None:
     options: dict[str, Any] = {"ignore_index": ignored, "reduction": reduction}
     for ours, theirs in ((cross_entropy, F.cross_entropy), (nll_loss, F.nll_loss)):
         compare(
-            lambda local, group, ours=ours: ours(local, targets, group, **options),
+            lambda local, group, ours=ours: ours(local, targets, group, classes=CLASSES, **options),
             lambda one, theirs=theirs: theirs(one, targets, **options),
             logits,
             dim=1,
@@ -94,7 +90,8 @@ def test_cross_entropy_of_probabilities(
     options = options_of(weighted, reduction=reduction, label_smoothing=smoothing)
 
     def ours(local: Tensor, group: ShardGroup) -> Tensor:
-        return cross_entropy(local, take(targets, dim, (CLASSES,), group.rank, group.size), group, **options)
+        part = take(targets, dim, (CLASSES,), group.rank, group.size)
+        return cross_entropy(local, part, group, classes=CLASSES, **options)
 
     compare(ours, lambda one: F.cross_entropy(one, targets, **options), logits, dim=dim, size=size)
 
@@ -103,7 +100,7 @@ def test_probabilities_get_their_gradient() -> None:
     logits, probabilities = random(5, CLASSES), random(5, CLASSES, seed=5).softmax(1)
 
     def ours(local: Tensor, group: ShardGroup) -> Tensor:
-        return cross_entropy(take(logits, 1, (CLASSES,), group.rank, group.size), local, group)
+        return cross_entropy(take(logits, 1, (CLASSES,), group.rank, group.size), local, group, classes=CLASSES)
 
     compare(ours, lambda one: F.cross_entropy(logits, one), probabilities, dim=1, size=2)
 
@@ -117,7 +114,7 @@ def test_nll_loss(size: int, shape: tuple[int, ...], reduction: str, weighted: b
     targets = classes_of(logits, -100)
     options = options_of(weighted, reduction=reduction)
     compare(
-        lambda local, group: nll_loss(local, targets, group, **options),
+        lambda local, group: nll_loss(local, targets, group, classes=CLASSES, **options),
         lambda one: F.nll_loss(one, targets, **options),
         logits,
         dim=class_dim(logits),
@@ -132,7 +129,7 @@ def test_nothing_to_learn_from(smoothing: float, rows: int) -> None:
     for reduction in ("mean", "sum", "none"):
         compare(
             lambda local, group, how=reduction: cross_entropy(
-                local, targets, group, reduction=how, label_smoothing=smoothing
+                local, targets, group, classes=CLASSES, reduction=how, label_smoothing=smoothing
             ),
             lambda one, how=reduction: F.cross_entropy(one, targets, reduction=how, label_smoothing=smoothing),
             logits,
@@ -147,7 +144,7 @@ def test_large_logits_neither_overflow_nor_lose_digits(scale: float) -> None:
     logits[:, 3] += scale
     targets = classes_of(logits, None)
     compare(
-        lambda local, group: cross_entropy(local, targets, group, reduction="none"),
+        lambda local, group: cross_entropy(local, targets, group, classes=CLASSES, reduction="none"),
         lambda one: F.cross_entropy(one, targets, reduction="none"),
         logits,
         dim=1,
@@ -165,7 +162,7 @@ def test_masked_classes_and_broken_rows() -> None:
     logits[4] = math.nan
     targets = torch.tensor([12, 9, 1, 2, -100])
     compare(
-        lambda local, group: cross_entropy(local, targets, group, reduction="none"),
+        lambda local, group: cross_entropy(local, targets, group, classes=CLASSES, reduction="none"),
         lambda one: F.cross_entropy(one, targets, reduction="none"),
         logits,
         dim=1,
@@ -177,7 +174,7 @@ def test_single_precision_is_as_exact_as_torch() -> None:
     logits, targets = random(300, 64, dtype=torch.float32) * 4, torch.arange(300) % 64
     # A sum of 64 powers and one of 300 losses, each a few roundings of 6e-8.
     compare(
-        lambda local, group: cross_entropy(local, targets, group, label_smoothing=0.1),
+        lambda local, group: cross_entropy(local, targets, group, classes=64, label_smoothing=0.1),
         lambda one: F.cross_entropy(one, targets, label_smoothing=0.1),
         logits,
         dim=1,
@@ -198,7 +195,7 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype, wide: bool, reductio
 
     def fn(group: ThreadShardGroup) -> tuple[Tensor, Tensor]:
         local = leaf(logits, 1, group)
-        loss = cross_entropy(local, targets, group, reduction=reduction, wide=wide)
+        loss = cross_entropy(local, targets, group, classes=64, reduction=reduction, wide=wide)
         loss.sum().backward()
         assert local.grad is not None
         return loss.detach(), local.grad
@@ -219,14 +216,16 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype, wide: bool, reductio
 def test_a_class_that_does_not_exist_is_found(target: int, loss: Any) -> None:
     logits, targets = random(3, CLASSES), torch.tensor([0, target, 1])
     with pytest.raises(IndexError):
-        run_threads(2, lambda group: loss(leaf(logits, 1, group), targets, group))
+        run_threads(2, lambda group: loss(leaf(logits, 1, group), targets, group, classes=CLASSES))
 
 
 def test_invalid_values_are_told() -> None:
     logits, targets = random(3, CLASSES), torch.tensor([0, 1, 2])
     for options, text in (({"reduction": "median"}, "median"), ({"label_smoothing": 1.5}, "1.5")):
         with pytest.raises(ValueError, match=text):
-            run_threads(1, lambda group, options=options: cross_entropy(logits, targets, group, **options))
+            run_threads(
+                1, lambda group, options=options: cross_entropy(logits, targets, group, classes=CLASSES, **options)
+            )
 
 
 @pytest.mark.parametrize("loss", [cross_entropy, nll_loss])
@@ -234,13 +233,13 @@ def test_weights_with_a_gradient_are_refused(loss: Any) -> None:
     logits, targets = random(3, CLASSES), torch.tensor([0, 1, 2])
     weight = torch.ones(CLASSES, requires_grad=True)
     with pytest.raises(Unshardable, match="weights"):
-        run_threads(1, lambda group: loss(logits, targets, group, weight=weight))
+        run_threads(1, lambda group: loss(logits, targets, group, classes=CLASSES, weight=weight))
 
 
 def test_targets_of_bytes() -> None:
     logits, targets = random(3, CLASSES), torch.tensor([0, 9, 15], dtype=torch.uint8)
     compare(
-        lambda local, group: cross_entropy(local, targets, group),
+        lambda local, group: cross_entropy(local, targets, group, classes=CLASSES),
         lambda one: F.cross_entropy(one, targets),
         logits,
         dim=1,
@@ -265,7 +264,7 @@ def test_a_mode_sees_one_call(loss: Any) -> None:
     def fn(group: ThreadShardGroup) -> list[Any]:
         local = leaf(logits, 1, group)
         with Seen() as seen:
-            loss(local, targets, group, reduction="sum")
+            loss(local, targets, group, classes=CLASSES, reduction="sum")
         return seen.functions
 
     assert run_threads(2, fn) == [[loss], [loss]]
@@ -276,15 +275,16 @@ def test_a_mode_sees_one_call(loss: Any) -> None:
 def test_no_second_copy_of_the_logits(dtype: torch.dtype, limit: float, smoothing: float) -> None:
     rows, classes = 2048, 4096
     targets = torch.arange(rows)
+    options: dict[str, Any] = {"classes": classes, "label_smoothing": smoothing, "wide": True}
 
     def fn(group: ThreadShardGroup) -> tuple[float, float]:
         local = torch.randn(rows, classes // group.size, dtype=dtype).requires_grad_()
         if group.rank:  # the other rank works alike, unwatched
-            cross_entropy(local, targets, group, label_smoothing=smoothing, wide=True).backward()
+            cross_entropy(local, targets, group, **options).backward()
             return 0.0, 0.0
         with LiveBytes() as live:
             live.track(local)
-            loss = cross_entropy(local, targets, group, label_smoothing=smoothing, wide=True)
+            loss = cross_entropy(local, targets, group, **options)
             held = live.current
             loss.backward()
         return live.peak.size / local.nbytes, held / local.nbytes

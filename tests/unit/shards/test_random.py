@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_3d.shards.executor import Shard
 from lightning_3d.shards.group import ShardOptions
 from lightning_3d.shards.layout import Layout
-from lightning_3d.shards.random import attention_with_dropout, dropout_part, own_numbers, random_part
+from lightning_3d.shards.random import attention_with_dropout, default_generator, dropout_part, own_numbers, random_part
 from lightning_3d.shards.threads import Meeting, ThreadShardGroup
 from tests.unit.shards.agreement import random
 from tests.unit.shards.threads import whole
@@ -74,6 +75,15 @@ def test_the_generator_is_put_back_after_an_error() -> None:
     with pytest.raises(KeyError), own_numbers(torch.ones(1), groups()[0]):
         raise KeyError
     assert torch.equal(torch.get_rng_state(), expected)
+
+
+def test_every_accelerator_has_generators_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    generators = torch.Generator(), torch.Generator()
+    backend = SimpleNamespace(default_generators=generators, current_device=lambda: 1)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: backend)
+    assert default_generator(torch.device("xpu", 0)) is generators[0]
+    assert default_generator(torch.device("xpu")) is generators[1]
+    assert default_generator(torch.device("meta")) is default_generator(torch.device("cpu")) is torch.default_generator
 
 
 def test_fake_tensors_draw_nothing() -> None:

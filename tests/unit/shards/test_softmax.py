@@ -11,13 +11,9 @@ from torch import Tensor
 
 from lightning_3d.shards.layout import take
 from lightning_3d.shards.softmax import log_softmax, logsumexp, softmax
-from tests.unit.shards.threads import ThreadShardGroup, compare, leaf, run_threads, whole
+from tests.unit.shards.threads import ThreadShardGroup, compare, leaf, random, run_threads, whole
 
 SHAPE = (4, 8, 12)
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -12,7 +12,12 @@ from lightning_3d.shards.group import ShardGroup
 from lightning_3d.shards.layout import join, take
 from lightning_3d.shards.threads import ThreadShardGroup, run_threads
 
-__all__ = ["ThreadShardGroup", "compare", "leaf", "run_threads", "whole"]
+__all__ = ["ThreadShardGroup", "compare", "leaf", "random", "run_threads", "whole"]
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Returns normal numbers, the same for each dtype."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def leaf(tensor: Tensor, dim: int, group: ShardGroup, segments: Sequence[int] | None = None) -> Tensor:

@@ -118,6 +118,7 @@ def test_errors() -> None:
     assert error(torch.ones(3), one) == math.inf
     assert error(torch.full((2,), math.nan), one) == math.inf
     infinite = torch.full((2,), -math.inf)
+    assert error(one, infinite) == error(infinite, one) == math.inf
     assert error(infinite, infinite) == 0
     assert error(torch.zeros(0), torch.zeros(0)) == 0
     assert error(torch.tensor([1j]), torch.tensor([1.5j])) == pytest.approx(1 / 3)

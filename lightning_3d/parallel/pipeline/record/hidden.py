@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from lightning_3d.graph.fake_run import is_attribute
 from lightning_3d.parallel.pipeline.record.step import (
     ArgumentLeaf,
     ConstantLeaf,
@@ -22,7 +22,7 @@ from lightning_3d.parallel.pipeline.record.step import (
     Origin,
     Structure,
 )
-from lightning_3d.shards.protocol import writes_to_first
+from lightning_3d.shards.protocol import storage_key, writes_to_first
 from lightning_3d.shards.tensor import ShardTensor
 
 Function = Callable[..., Any]
@@ -34,9 +34,6 @@ _ABOUT = frozenset(
     | {"__len__", "__hash__", "__repr__", "__str__", "data_ptr", "is_shared", "has_names", "is_storage", "result_type"}
     | {"requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook", "is_set_to"}
 )
-_ACCESSES = ("__get__", "__set__", "__delete__")
-# Properties that compute another tensor.
-_OPERATIONS = ("T", "mT", "H", "mH", "real", "imag", "data")
 # What most arguments are, and has no parts.
 _PLAIN = (Tensor, bool, int, float, str, type(None))
 
@@ -84,10 +81,7 @@ def counted(
         kwargs: Its keyword arguments.
         is_hidden: Whether something is a hidden value or a parameter.
     """
-    name = getattr(function, "__name__", "")
-    if name in _ABOUT:
-        return False
-    if name in _ACCESSES and getattr(getattr(function, "__self__", None), "__name__", "") not in _OPERATIONS:
+    if getattr(function, "__name__", "") in _ABOUT or is_attribute(function):
         return False
     return any(map(is_hidden, leaves((args, kwargs))))
 
@@ -270,9 +264,7 @@ def structure(output: Any, arguments: Sequence[Any], outer: Sequence[Any] = ()) 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
     if isinstance(one, ShardTensor) or isinstance(other, ShardTensor):
         return False
-    # Whoever watches functions does not ask for this one.
-    with torch._C.DisableTorchFunction():
-        return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+    return storage_key(one) == storage_key(other)
 
 
 def _has_identity(leaf: Any) -> bool:

@@ -53,7 +53,6 @@ class Recorder:
     Args:
         blocks: Names of the blocks.
         tracked: Names of the other modules whose calls are watched at the level of containers.
-        hooked: Names of modules inside those that have forward hooks of the user.
         parameters: First names of the parameters below each block and watched module.
         parameter_name: The first name of a parameter, and None for anything else.
         is_foreign_hidden: Whether a tensor that nobody is known to have made is hidden.
@@ -64,14 +63,12 @@ class Recorder:
         *,
         blocks: frozenset[str],
         tracked: frozenset[str],
-        hooked: frozenset[str] = frozenset(),
         parameters: Mapping[str, Collection[str]] = _NO_PARAMETERS,
         parameter_name: Callable[[object], str | None],
         is_foreign_hidden: Callable[[Tensor], bool] = _never,
     ) -> None:
         self._blocks = blocks
         self._tracked = tracked | blocks
-        self._hooked = hooked
         self._held = parameters
         self._parameter_name = parameter_name
         self._is_foreign_hidden = is_foreign_hidden
@@ -198,10 +195,7 @@ class Recorder:
         if name in self._tracked:
             inside.modules.add(name)
             self._called(name)
-        output = proceed(args, kwargs)
-        if name in self._hooked:
-            self.returned_inside(name, output)
-        return output
+        return proceed(args, kwargs)
 
     def returned_inside(self, name: str, output: Any) -> None:
         """Notes what a module inside the running one returned that has forward hooks of the user."""

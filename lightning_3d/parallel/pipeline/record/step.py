@@ -148,7 +148,7 @@ class StepRecord:
         parameters: Positions at which each parameter is used, by first names.
         modules: Positions at which each watched module is called.
         flops: Floating point operations of the forward pass at each position, one more than there are blocks.
-        numbers: Number of each block.
+        named: Names of the blocks, to look them up.
         of_call: The calls by module and number.
     """
 
@@ -158,9 +158,9 @@ class StepRecord:
     parameters: Mapping[str, frozenset[int]]
     modules: Mapping[str, frozenset[int]]
     flops: tuple[float, ...] = field(default=())
-    numbers: Mapping[str, int] = field(init=False, repr=False, compare=False)
+    named: frozenset[str] = field(init=False, repr=False, compare=False)
     of_call: Mapping[tuple[str, int], CallRecord] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "numbers", {name: index for index, name in enumerate(self.blocks)})
+        object.__setattr__(self, "named", frozenset(self.blocks))
         object.__setattr__(self, "of_call", {(call.module, call.call): call for call in self.calls})

@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_3d.graph.quiet import is_of_the_user
+
 # From the pair (args, kwargs) to a part of it: keys and indices, attributes as names behind a dot.
 Path = tuple[Any, ...]
-_LIBRARIES = ("builtins", "types", "functools", "torch", "lightning", "lightning_3d")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type)
 
 
@@ -89,17 +90,16 @@ def _walk(value: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:
     elif isinstance(value, dict):
         for key, part in list(value.items()):
             yield from _walk(part, (*path, key), seen)
-    elif _is_of_the_user(value):
+    elif _has_attributes(value):
         for key, part in list(vars(value).items()):
             yield from _walk(part, (*path, f".{key}"), seen)
 
 
-def _is_of_the_user(value: Any) -> bool:
+def _has_attributes(value: Any) -> bool:
+    """Whether a value is a plain object of the user's."""
     if isinstance(value, nn.Module) or callable(value):
         return False
-    return isinstance(getattr(value, "__dict__", None), dict) and (
-        type(value).__module__.split(".")[0] not in _LIBRARIES
-    )
+    return isinstance(getattr(value, "__dict__", None), dict) and is_of_the_user(type(value))
 
 
 def _mark(value: Any) -> Any:
@@ -116,7 +116,7 @@ def _content(value: Any) -> Any:
         return list(value)
     if isinstance(value, dict):
         return dict(value)
-    return dict(vars(value)) if not isinstance(value, tuple) and _is_of_the_user(value) else None
+    return dict(vars(value)) if not isinstance(value, tuple) and _has_attributes(value) else None
 
 
 def _same_values(value: Tensor, mark: Any) -> bool:

@@ -15,13 +15,13 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.errors import ModuleError, user_line
+from lightning_3d.graph.fake_run import is_attribute
 from lightning_3d.parallel.pipeline.record.hidden import Function, leaves, mapped
 from lightning_3d.parallel.pipeline.record.step import Origin
 from lightning_3d.shards.absent import form_of
 from lightning_3d.shards.foreign import check_not_handed_over
 from lightning_3d.shards.tensor import ShardTensor
 
-_ACCESSES = ("__get__", "__set__", "__delete__")
 _PRINTS = frozenset({"__repr__", "__str__", "__format__"})
 _HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
 _SIZES = frozenset(
@@ -134,8 +134,8 @@ class Placeholder(Tensor):
 def tells_about(function: Function) -> bool:
     """Returns whether a function tells about a tensor without its values."""
     name = getattr(function, "__name__", "")
-    if name in _ACCESSES:
-        return getattr(getattr(function, "__self__", None), "__name__", "") not in ("T", "mT", "H", "mH", "data")
+    if is_attribute(function):
+        return True
     return name in _SIZES or name in _PRINTS or name in _HOOKS or name in ("requires_grad_", "retain_grad")
 
 

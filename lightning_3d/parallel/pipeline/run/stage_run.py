@@ -122,7 +122,7 @@ class StageRun:
         if self._is_inside:
             return call()
         self._leave_if_done()
-        if self._position < len(self._record.blocks) and name in self._record.numbers:
+        if self._position < len(self._record.blocks) and name in self._record.named:
             self._begin_block(name)
         return self._owned(name, call) if self.began else self._imagined_call(name, call)
 
@@ -193,7 +193,7 @@ class StageRun:
         number = self._values.count(name)
         recorded = self._record.of_call.get((name, number))
         # The order of blocks is known to be right.
-        if recorded is None or (name not in self._record.numbers and recorded.position != self._position):
+        if recorded is None or (name not in self._record.named and recorded.position != self._position):
             raise ModuleError(
                 f"{name} is called at {user_line()}, and was not when the step was recorded with an input of this "
                 "kind.",

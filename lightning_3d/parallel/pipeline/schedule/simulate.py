@@ -63,18 +63,6 @@ def unsplit(actions: Sequence[Action]) -> tuple[Action, ...]:
     return tuple(action for action in whole if action.kind != "W")
 
 
-def ideal_bubble(ranks: int, microbatches: int) -> float:
-    """Returns the bubble of GPipe and 1F1B with equal stages and free sends: (p - 1) / (m + p - 1).
-
-    Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", section 2.3.
-
-    Args:
-        ranks: Degree of the pipeline axis, p.
-        microbatches: Micro-batches of a batch, m.
-    """
-    return (ranks - 1) / (microbatches + ranks - 1)
-
-
 def _play(actions: Sequence[Sequence[Action]], times: Sequence[StageTimes], send: float) -> tuple[Event, ...]:
     rank_of = {action.stage: rank for rank, row in enumerate(actions) for action in row}
     ended: dict[tuple[int, bool, int], float] = {}

@@ -60,7 +60,7 @@ class ScheduledStage(PipelineStage):
         self._complete: set[int] = set()
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Runs the stage on one micro-batch; of torch's arguments it needs the number alone."""
+        """Runs the stage on one micro-batch; torch's arguments say which, and whether to keep the output."""
         options = {name: value for name, value in kwargs.items() if name == "save_forward_output"}
         with self._stopwatch.over(Action(self.stage_index, "F", fwd_chunk_id)), _cause_first():
             return super().forward_one_chunk(fwd_chunk_id, (), {"mb": fwd_chunk_id}, **options)

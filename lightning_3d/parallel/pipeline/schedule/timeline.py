@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -96,14 +96,22 @@ class Timeline:
         Args:
             width: Characters of the duration.
         """
-        scale = width / self.duration if self.duration else 0.0
-        head = f"bubble {self.bubble:.1%}, micro-batches in flight {self._flights()}"
-        return "\n".join([head, *(f"rank {rank:<2} {self._row(rank, scale)}" for rank in range(self.ranks))])
+        begin, duration, label = self.start, self.duration, self._labels()
+        scale = width / duration if duration else 0.0
+        lines = [f"bubble {self.bubble:.1%}, micro-batches in flight {self._flights()}"]
+        for rank in range(self.ranks):
+            cells = ["."] * round(duration * scale)
+            for event in self.of_rank(rank):
+                first, end = (round((moment - begin) * scale) for moment in (event.start, event.end))
+                cells[first:end] = f"{label(event.action):-<{max(end - first - 1, 0)}} "[: end - first]
+            lines.append(f"rank {rank:<2} {''.join(cells).rstrip()}")
+        return "\n".join(lines)
 
     def table(self) -> str:
         """Returns the text in which even the shortest computation shows what it is."""
         lengths = [event.end - event.start for event in self.events if event.end > event.start]
-        columns = max((len(self._label(event.action)) for event in self.events), default=0) + 1
+        label = self._labels()
+        columns = max((len(label(event.action)) for event in self.events), default=0) + 1
         return self.text(round(self.duration / min(lengths) * columns) if lengths else 0)
 
     def save_png(self, path: str | Path, *, title: str = "") -> None:
@@ -126,17 +134,18 @@ class Timeline:
             title: What stands above them.
             unit: In what time is counted.
         """
+        begin, duration, label = self.start, self.duration, self._labels()
         for event in self.events:
-            start, length = event.start - self.start, event.end - event.start
+            start, length = event.start - begin, event.end - event.start
             color = _COLORS[event.action.kind]
             axes.barh(event.rank, length, _ROW_HEIGHT, left=start, color=color, edgecolor="white", linewidth=0.5)
-            label = self._label(event.action)
-            if length > self.duration * len(label) / _CHARACTERS:
+            text = label(event.action)
+            if length > duration * len(text) / _CHARACTERS:
                 middle = start + length / 2
-                axes.text(middle, event.rank, label, ha="center", va="center", size=7)
+                axes.text(middle, event.rank, text, ha="center", va="center", size=7)
         axes.set_yticks(range(self.ranks), [f"rank {rank}" for rank in range(self.ranks)])
         axes.invert_yaxis()
-        axes.set_xlim(0, self.duration or 1.0)
+        axes.set_xlim(0, duration or 1.0)
         axes.set_xlabel(f"time, {unit}" if unit else "time")
         axes.set_title(f"{title}{' - ' if title else ''}bubble {self.bubble:.1%}")
         shown = [kind for kind in _COLORS if any(event.action.kind == kind for event in self.events)]
@@ -149,17 +158,10 @@ class Timeline:
     def _flights(self) -> str:
         return " ".join(f"{self.in_flight(rank):g}" for rank in range(self.ranks))
 
-    def _label(self, action: Action) -> str:
+    def _labels(self) -> Callable[[Action], str]:
+        """Returns what names computations: with their stage if ranks have several."""
         several = any(event.action.stage >= self.ranks for event in self.events)
-        return str(action) if several else f"{action.kind}{action.microbatch}"
-
-    def _row(self, rank: int, scale: float) -> str:
-        cells = ["."] * round(self.duration * scale)
-        for event in self.of_rank(rank):
-            first, end = (round((moment - self.start) * scale) for moment in (event.start, event.end))
-            label = self._label(event.action)
-            cells[first:end] = f"{label:-<{max(end - first - 1, 0)}} "[: end - first]
-        return "".join(cells).rstrip()
+        return str if several else lambda action: f"{action.kind}{action.microbatch}"
 
 
 def save_png(path: str | Path, timelines: Mapping[str, Timeline], units: Mapping[str, str] | None = None) -> None:

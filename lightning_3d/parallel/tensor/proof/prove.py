@@ -20,6 +20,7 @@ from lightning.pytorch import LightningModule
 from lightning_3d.errors import Lightning3DError, PlanError
 from lightning_3d.graph.quiet import quiet
 from lightning_3d.graph.stand_ins import without_optimizers
+from lightning_3d.parallel.tensor.overrides import numberless
 from lightning_3d.parallel.tensor.plan import TensorPlan
 from lightning_3d.parallel.tensor.proof.cache import ProofCache, proof_key
 from lightning_3d.parallel.tensor.proof.copies import Names, Values, Whole, cast, whole_tensors
@@ -234,7 +235,7 @@ class _Trial:
                 f"({style}) by {errors.gradient:.1e}"
             )
         cut = _cut_beside(wrong, self._plan.layouts, errors.gradients)
-        glob = "<module>" if cut is None else _with_stars(cut.rpartition(".")[0] or cut)
+        glob = "<module>" if cut is None else numberless(cut.rpartition(".")[0] or cut)
         return PlanError(
             f"the tensor-parallel plan is not exact: on {self._plan.size} ranks ({self._piece}, "
             f"{self._dtype}) {found}, relative to one device.",
@@ -276,7 +277,3 @@ def _steps_together(one: str, other: str) -> int:
 
 def _first_line(failure: Exception) -> str:
     return f"{type(failure).__name__}: {str(failure).strip().partition(chr(10))[0]}"
-
-
-def _with_stars(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -7,6 +7,7 @@ for some modules and layouts only: `plan_regions` finds them, and proves each on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -267,6 +268,9 @@ def _exact(trial: Trial, layouts: Mapping[str, Layout], degree: int) -> _Proof |
     outputs, largest = {}, 0.0
     for training in (True, False):
         whole = trial.run(training=training)
+        unknown = next(filter(None, map(_unknown, whole.outputs)), "")
+        if unknown:
+            return f"an output of it {unknown} on random values, so nothing can be learned of it"
         try:
             ranks = [trial.run(_local(trial, layouts, rank, degree), training=training) for rank in range(degree)]
         except NoTrial as failure:
@@ -295,6 +299,15 @@ def _local(trial: Trial, layouts: Mapping[str, Layout], rank: int, degree: int) 
     }
 
 
+def _unknown(output: object) -> str:
+    """Why an output tells nothing of its parts; empty if it does."""
+    if not isinstance(output, Tensor) or not output.is_floating_point():
+        return ""
+    if not output.isfinite().all():
+        return "is not finite"
+    return "" if output.any() else "holds nothing but zeros"
+
+
 def _kinds(whole: Run, ranks: Sequence[Run]) -> tuple[tuple[Output, ...], float]:
     """What each output is, and the largest error."""
     found = [_kind(output, [run.outputs[index] for run in ranks]) for index, output in enumerate(whole.outputs)]
@@ -308,9 +321,6 @@ def _kind(whole: object, parts: Sequence[object]) -> tuple[Output, float]:
     tensors = [part for part in parts if isinstance(part, Tensor)]
     if not whole.is_floating_point():
         return "same", float(not all(torch.equal(part, whole) for part in tensors))
-    if not whole.any():
-        # Nothing can be learned from zeros.
-        return "same", float("inf")
     same = max(_error(part, whole) for part in tensors)
     added = _error(_total(tensors), whole)
     return ("sum", added) if added < same else ("same", same)
@@ -342,4 +352,6 @@ def _error(found: Tensor, expected: Tensor) -> float:
     if not expected.numel():
         return 0.0
     difference = (found.detach() - expected.detach()).abs().max()
-    return float(difference / expected.detach().abs().max().clamp_min(_SMALLEST))
+    error = float(difference / expected.detach().abs().max().clamp_min(_SMALLEST))
+    # A NaN would be lost among others.
+    return float("inf") if math.isnan(error) else error

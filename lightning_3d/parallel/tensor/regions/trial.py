@@ -141,7 +141,8 @@ class Trial:
         return Run(pytree.tree_leaves(output), inputs, own)
 
     def _called(self, args: Any, kwargs: Any) -> Any:
-        torch.manual_seed(0)
+        # Never torch.manual_seed: it seeds the generators of accelerators too, which nobody puts back.
+        torch.default_generator.manual_seed(0)
         try:
             with _NoDropout(), torch.enable_grad():
                 return self._module(*args, **kwargs)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_3d.graph.calls import Call, around_forward
+from lightning_3d.graph.calls import Call
 from lightning_3d.parallel.tensor.replay.block import BlockReport, Replay, ReplayOptions
 from lightning_3d.parallel.tensor.replay.program import Bodies, Read
 from lightning_3d.shards.group import ShardGroup
@@ -39,13 +39,8 @@ class Replays:
             for name, block in blocks.items()
         }
 
-    def install(self) -> None:
-        """Has every call of a block's ``forward`` replayed."""
-        for replay in self._replays.values():
-            around_forward(replay.module, replay.handle)
-
     def handler(self, name: str) -> Callable[[Call], Any]:
-        """Returns what handles calls of a block's ``forward``, for a handler that does more."""
+        """Returns what handles calls of a block's ``forward``."""
         return self._replays[name].handle
 
     def flush(self) -> None:

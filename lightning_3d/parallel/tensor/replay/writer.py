@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
+from lightning_3d.graph.fake_run import OPERATIONS
 from lightning_3d.parallel.tensor.replay.caches import is_cache
 from lightning_3d.shards.group import ShardGroup
 
 # What is the same object at each call, and is named instead of written out.
 _NAMED = (torch.dtype, torch.device, torch.memory_format, torch.layout, torch.Generator, ShardGroup, SDPBackend)
 _TENSOR = re.compile(r"[pvx]\d+")
-# Properties that are operations.
-_VIEWS = ("H", "T", "data", "imag", "mH", "mT", "real")
 
 
 class Unwritable(Exception):  # noqa: N818 (no error: the block is not replayed)
@@ -127,7 +126,7 @@ class Writer:
 
     def _property(self, function: Any, args: tuple[Any, ...]) -> str:
         name = function.__self__.__name__
-        if name not in _VIEWS:
+        if name not in OPERATIONS:
             raise Unwritable(f"it reads .{name} of a tensor")
         return f"{self._text(args[0])}.{name}"
 

@@ -101,7 +101,7 @@ class TracedShard(ShardTensor):
         shard.origins, shard.weight = frozenset({weight}), weight
         return shard
 
-    def like(self, local: Tensor, dim: int, segments: tuple[int, ...], *others: Any) -> TracedShard:
+    def like(self, local: Tensor, dim: int, segments: tuple[int, ...]) -> TracedShard:
         """Returns the result of an operation, marked when it is complete."""
         shard = super().like(local, dim, segments)
         shard.origins, shard.weight = self.origins, None

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from lightning_3d.parallel.pipeline.cost import (
-    activations_in_flight,
     boundary_traffic,
     pipeline_traffic,
     plan_timeline,
@@ -13,7 +12,7 @@ from lightning_3d.parallel.pipeline.cost import (
 from lightning_3d.parallel.pipeline.placement import ranks_of_stages
 from lightning_3d.parallel.pipeline.plan import PipelinePlan, Stage
 from lightning_3d.parallel.pipeline.record.step import Origin, Value
-from lightning_3d.parallel.pipeline.schedule.simulate import ideal_bubble
+from tests.spmd.pipeline_nets import ideal_bubble
 
 STATE = Value(origin=Origin(kind="module", maker="block"), shape=(2, 5), dtype=torch.float32)
 INDEX = Value(origin=Origin(kind="module", maker="router"), shape=(3,), dtype=torch.int64, requires_grad=False)
@@ -81,12 +80,15 @@ def test_receive_buffers() -> None:
 
 
 def test_activations_in_flight() -> None:
-    assert activations_in_flight(_plan("gpipe", 2, 1), [100, 10], microbatches=5) == (500, 50)
-    assert activations_in_flight(_plan("1f1b", 2, 1), [100, 10], microbatches=5) == (200, 10)
+    def in_flight(plan: PipelinePlan, sizes: list[float], microbatches: int, **options: bool) -> list[float]:
+        timeline = plan_timeline(plan, microbatches=microbatches, **options)
+        return [timeline.in_flight(rank, sizes) for rank in range(plan.ranks)]
+
+    assert in_flight(_plan("gpipe", 2, 1), [100, 10], 5) == [500, 50]
+    assert in_flight(_plan("1f1b", 2, 1), [100, 10], 5) == [200, 10]
     plan = _plan("interleavedzerobubble", 2, 2)
-    halves = activations_in_flight(plan, [1] * 4, microbatches=4)
-    whole = activations_in_flight(plan, [1] * 4, microbatches=4, whole_backward=True)
-    assert (halves, whole) == ((4, 4), (4, 3))
+    assert in_flight(plan, [1] * 4, 4) == [4, 4]
+    assert in_flight(plan, [1] * 4, 4, whole_backward=True) == [4, 3]
 
 
 def test_theoretical_timeline() -> None:

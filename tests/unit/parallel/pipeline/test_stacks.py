@@ -66,13 +66,19 @@ def test_any_list_of_layers_can_be_named() -> None:
     assert stack.kind == "Linear|LayerNorm"
 
 
+def test_a_list_within_another_one_is_refused() -> None:
+    inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(PlanError, match=r"names model\.0, which lies within another list"):
+        _names(Small(nn.Sequential(inner, nn.Linear(2, 2))), ["model", "model.0"])
+
+
 @pytest.mark.parametrize(
     ("wanted", "text"),
     [
         ("model.block", "did you mean model.blocks"),
         ("model.enter", "is no list of two or more layers with parameters"),
         ([], "is no list"),
-        (["model.blocks", "model.blocks"], "twice"),
+        (["model.blocks", "model.blocks"], r"names model\.blocks twice\."),
     ],
 )
 def test_other_names_are_refused(wanted: str | list[str], text: str) -> None:

@@ -19,7 +19,7 @@ def test_a_stage_asks_who_runs_it() -> None:
     stage = StageModule(3, [nn.Linear(2, 2)], [])
     stage.connect(run)
     value = torch.ones(2)
-    assert torch.equal(stage(value, mb=torch.tensor(5)), value + 1)
+    assert torch.equal(stage(value, mb=5), value + 1)
     assert asked == [(3, (value,), 5)]
 
 

@@ -3,11 +3,13 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_3d.cost import Traffic, TrafficRow
 from lightning_3d.counters import CollectiveCounter
 from lightning_3d.parallel.tensor.apply import apply_tensor
-from lightning_3d.parallel.tensor.cost import dense_block, tensor_traffic, vocabulary
+from lightning_3d.parallel.tensor.cost import tensor_traffic
 from lightning_3d.shards.group import ProcessShardGroup
 from tests.spmd.cut_net import HEADS, LAYOUTS, MICROBATCHES, PARTIAL, WIDTH, CutNet, batches
+from tests.spmd.sums import dense_block, vocabulary
 
 
 def test_a_step_sends_what_was_predicted(tensor_mesh: DeviceMesh) -> None:
@@ -18,11 +20,11 @@ def test_a_step_sends_what_was_predicted(tensor_mesh: DeviceMesh) -> None:
     hidden = rows * WIDTH * 4
     gradients = len(PARTIAL) * WIDTH // HEADS * 4
     expected = tensor_traffic(
-        [dense_block(hidden), dense_block(hidden), *vocabulary(hidden, rows)],
-        size=2,
-        microbatches=MICROBATCHES,
-        partial=[gradients],
+        [dense_block(hidden), dense_block(hidden), *vocabulary(hidden, rows)], size=2, microbatches=MICROBATCHES
     )
+    # Partial gradients are summed once.
+    once = TrafficRow(operation="all_reduce", axis="tensor_parallel", group_size=2, calls=1, payload=gradients)
+    expected += Traffic(rows=(once,))
     with CollectiveCounter(tensor_mesh) as counter:
         for parts in batches(1)[0]:
             with state.activity:
@@ -49,4 +51,4 @@ def test_recomputing_costs_one_more_sum() -> None:
 
 
 def test_one_rank_sends_nothing() -> None:
-    assert tensor_traffic([dense_block(8)], size=1, microbatches=2, partial=[8]).rows == ()
+    assert tensor_traffic([dense_block(8)], size=1, microbatches=2).rows == ()

@@ -48,7 +48,6 @@ def record(
     recorder = Recorder(
         blocks=blocks,
         tracked=tracked,
-        hooked=hooked,
         parameters={
             name: tuple(names[parameter] for parameter in model.get_submodule(name).parameters())
             for name in (*blocks, *tracked)
@@ -59,8 +58,14 @@ def record(
     def handle(name: str, call: Call) -> Any:
         return recorder.call(name, call.args, call.kwargs, lambda args, kwargs: call.function(*args, **kwargs))
 
-    for name in blocks | tracked | hooked:
+    for name in blocks | tracked:
         around_calls(model.get_submodule(name), partial(handle, name))
+
+    def returned(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        recorder.returned_inside(name, output)
+
+    for name in hooked:
+        model.get_submodule(name).register_forward_hook(partial(returned, name))
     with Functions(recorder):
         output = model(states()) if step is None else step()
     return recorder.finish(output)

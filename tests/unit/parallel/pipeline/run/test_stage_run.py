@@ -101,6 +101,16 @@ def test_functions_that_may_return_their_argument() -> None:
     check(same)
 
 
+def of_frequencies(net: Net, h: Tensor) -> Tensor:
+    for block in net.blocks:
+        h = block(h + torch.fft.fft(h).real + h.real)
+    return h
+
+
+def test_properties_that_compute_are_functions() -> None:
+    check(of_frequencies)
+
+
 def catching(net: Net, h: Tensor) -> Tensor:
     for block in net.blocks:
         try:

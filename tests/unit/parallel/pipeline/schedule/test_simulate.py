@@ -4,8 +4,9 @@ import pytest
 
 from lightning_3d.config.schema import ONE_STAGE_SCHEDULES, SCHEDULES
 from lightning_3d.parallel.pipeline.schedule.actions import SPLIT_SCHEDULES, runnable_microbatches
-from lightning_3d.parallel.pipeline.schedule.simulate import StageTimes, ideal_bubble, simulate
+from lightning_3d.parallel.pipeline.schedule.simulate import StageTimes, simulate
 from lightning_3d.parallel.pipeline.schedule.timeline import Timeline
+from tests.spmd.pipeline_nets import ideal_bubble
 
 
 def _simulated(schedule: str, ranks: int, count: int, *, whole_backward: bool = False, send: float = 0.0) -> Timeline:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Mapping
 from typing import Any
@@ -172,6 +173,33 @@ def test_refusals_have_a_reason(module: nn.Module, sample: CallSample, degree: i
     assert reason in found.refused["moe"]
 
 
+class Extra(Mixture):
+    """Returns a number more, and another one where only a part of its weights is there."""
+
+    def __init__(self, whole: float, part: float) -> None:
+        super().__init__()
+        self.numbers = {True: whole, False: part}
+        self.widest = 0
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        width = self.experts[0].w2.weight.shape[1]
+        self.widest = max(self.widest, width)
+        return *super().forward(x), torch.tensor(self.numbers[width == self.widest])
+
+
+@pytest.mark.parametrize(
+    ("whole", "part", "reason"),
+    [
+        (0.0, 0.0, "an output of it holds nothing but zeros on random values"),
+        (math.nan, math.nan, "an output of it is not finite on random values"),
+        (1.0, math.nan, "do not add up to the whole (relative error inf)"),
+    ],
+)
+def test_outputs_of_which_nothing_can_be_learned(whole: float, part: float, reason: str) -> None:
+    assert plan(Extra(1.0, 1.0), tokens()).refused == {}
+    assert reason in plan(Extra(whole, part), tokens()).refused["moe"]
+
+
 class Scaled(nn.Module):
     """Its gradient is not that of its output."""
 
@@ -191,7 +219,9 @@ def test_outputs_alone_are_no_proof() -> None:
     assert "the gradient of" in plan(Scaled(), CallSample(args=(torch.empty(9, HIDDEN),))).refused["moe"]
 
 
-def test_planning_leaves_the_module_and_randomness_alone() -> None:
+def test_planning_leaves_the_module_and_randomness_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
     module = Mixture(drop=0.5)
     module.experts.eval()
     before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -199,6 +229,7 @@ def test_planning_leaves_the_module_and_randomness_alone() -> None:
     assert plan(module, tokens()).regions
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
+    assert seeds == []
     assert module.training
     assert not module.experts.training
     assert not module.experts[0].drop.training

@@ -26,6 +26,7 @@ from tests.unit.parallel.tensor.replay.toys import (
     Twins,
     block_with,
     inputs,
+    install,
     read,
     replayed,
 )
@@ -313,7 +314,7 @@ def test_parts_are_replayed_where_the_block_cannot_be(keep: bool) -> None:
     module = Mixture()
     plain = copy.deepcopy(module)
     replays = Replays({"0": module}, module.group, read=read, kept=[module.experts] if keep else ())
-    replays.install()
+    install(replays, {"0": module})
     for x in inputs(5):
         results = []
         for each in (module, plain):
@@ -359,7 +360,7 @@ def test_equal_blocks_share_their_operations() -> None:
         block.group = group
         type(block).forward = core
     replays = Replays(blocks, group, read=read)
-    replays.install()
+    install(replays, blocks)
     for x in inputs(3):
         for block in blocks.values():
             x = block(x)

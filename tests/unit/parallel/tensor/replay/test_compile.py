@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 
 from lightning_3d.parallel.tensor.replay.block import ReplayOptions
 from lightning_3d.parallel.tensor.replay.blocks import Replays
-from tests.unit.parallel.tensor.replay.toys import Block, CountingGroup, Twins, inputs, read
+from tests.unit.parallel.tensor.replay.toys import Block, CountingGroup, Twins, inputs, install, read
 
 # Dynamo makes an instance of every autograd function that it meets.
 pytestmark = pytest.mark.filterwarnings("ignore:.*autograd.function.Function.*should not be instantiated")
@@ -32,8 +32,9 @@ def test_equal_blocks_are_one_graph_and_exact(backend: str) -> None:
     second.group = first.group
     plain = Compiled()
     options = ReplayOptions(compile=True, backend=backend)
-    replays = Replays({"0": first, "1": second}, first.group, read=read, options=options)
-    replays.install()
+    blocks = {"0": first, "1": second}
+    replays = Replays(blocks, first.group, read=read, options=options)
+    install(replays, blocks)
     for x in inputs(5):
         for module in (first, second, plain):
             module.zero_grad()

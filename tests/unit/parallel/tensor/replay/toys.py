@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_3d.graph.calls import around_forward
 from lightning_3d.parallel.tensor.replay.block import Replay, ReplayOptions
+from lightning_3d.parallel.tensor.replay.blocks import Replays
 from lightning_3d.shards.executor import Shard
 from lightning_3d.shards.group import ShardGroup
 from lightning_3d.shards.layout import join
@@ -159,3 +160,9 @@ def inputs(count: int, steps: int = 4) -> list[Tensor]:
     """Returns different inputs of one shape."""
     generator = torch.Generator().manual_seed(steps)
     return [torch.randn(2, steps, WIDTH, generator=generator).requires_grad_() for _ in range(count)]
+
+
+def install(replays: Replays, blocks: Mapping[str, nn.Module]) -> None:
+    """Has every call of a block's ``forward`` replayed."""
+    for name, block in blocks.items():
+        around_forward(block, replays.handler(name))
