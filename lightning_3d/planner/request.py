@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_3d.config.batch import local_batch_size, num_microbatches
+from lightning_3d.config.devices import asked_devices
 from lightning_3d.config.precision import precision_of
 from lightning_3d.config.schema import MESH_STRATEGY, ONE_STAGE_SCHEDULES, StrategyConfig, strategy_options
 from lightning_3d.errors import BatchError, ConfigError, Lightning3DError, MeshError
@@ -115,8 +116,8 @@ def read_request(cfg: DictConfig) -> Request:
 
 def _trainer_devices(cfg: DictConfig) -> int | None:
     """What a training would take; None if it takes what there is."""
-    devices = cfg.trainer.devices
-    return devices * int(cfg.trainer.num_nodes) if isinstance(devices, int) and devices > 0 else None
+    devices = asked_devices(cfg.trainer.devices)
+    return devices and devices * int(cfg.trainer.num_nodes)
 
 
 def decoder_of(cfg: DictConfig) -> DecoderShape | None:

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_3d.config.batch import local_batch_size
 from lightning_3d.config.compose import run_hydra
+from lightning_3d.config.devices import asked_devices, smallest_world
 from lightning_3d.config.schema import MESH_STRATEGY, StrategyConfig, strategy_options
 from lightning_3d.config.search import importable_here
 from lightning_3d.errors import ConfigError
@@ -84,24 +85,13 @@ def _prepare(cfg: DictConfig) -> tuple[dict[str, Any], MeshSpec]:
         )
     options = strategy_options(cfg.strategy)
     config = StrategyConfig.from_mapping(options)
-    mesh = MeshSpec.of(config, _devices(cfg, config))
+    asked = asked_devices(cfg.trainer.devices)
+    mesh = MeshSpec.of(config, smallest_world(config, 2) if asked is None else asked * int(cfg.trainer.num_nodes))
     batch = cfg.get("batch")
     if batch is not None and batch.get("global_size") is not None:
         batch.local_size = local_batch_size(int(batch.global_size), mesh.data)
     # Told by the certificate.
     return {**options, "explain": False}, mesh
-
-
-def _devices(cfg: DictConfig, config: StrategyConfig) -> int:
-    """Processes of the mesh; where nothing says how many, those of the degrees, with two data ranks."""
-    devices = cfg.trainer.devices
-    if isinstance(devices, int) and not isinstance(devices, bool) and devices > 0:
-        return devices * int(cfg.trainer.num_nodes)
-    if devices in ("auto", -1, "-1"):
-        data = config.data_parallel_size
-        smallest = data if isinstance(data, int) else 2 * config.data_replicate_size
-        return smallest * config.pipeline_parallel_size * config.tensor_parallel_size
-    raise ConfigError(f"trainer.devices={devices} is no number of processes", valid="a number, or auto")
 
 
 def _modules(node: Any) -> Iterator[str]:

@@ -10,6 +10,7 @@ from importlib import metadata
 from typing import Any
 
 from lightning_3d import __version__
+from lightning_3d.config.devices import smallest_world
 from lightning_3d.config.schema import StrategyConfig
 from lightning_3d.errors import ConfigError, RunError, nearest
 from lightning_3d.log import get_logger
@@ -88,7 +89,7 @@ def verify(
         subject=subject,
         layers=layers,
         options=options,
-        world=_world(options) if devices is None else devices,
+        world=smallest_world(StrategyConfig.from_mapping(options), 2) if devices is None else devices,
         steps=steps,
         trainer=trainer or {},
         seed=seed,
@@ -258,13 +259,6 @@ def _options(strategy: Any) -> dict[str, Any]:
     raise ConfigError(
         f"strategy is a {type(strategy).__name__}", valid="a Mesh3DStrategy, or a mapping of its options", fix="None"
     )
-
-
-def _world(options: Mapping[str, Any]) -> int:
-    data = options.get("data_parallel_size", AUTO)
-    others = int(options.get("pipeline_parallel_size", 1)) * int(options.get("tensor_parallel_size", 1))
-    replicas = int(options.get("data_replicate_size", 1))
-    return others * (data if isinstance(data, int) else 2 * replicas)
 
 
 def _fitting(request: Request) -> tuple[Request, list[str]]:
