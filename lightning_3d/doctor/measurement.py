@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-from lightning_3d.config.schema import MESH_STRATEGY, StrategyConfig, strategy_options
+from lightning_3d.config.schema import StrategyConfig, needed_mesh_options
 from lightning_3d.doctor.findings import Finding, note, ok
 from lightning_3d.doctor.processes import measure_here, measure_launched
 from lightning_3d.doctor.rank import Task
@@ -57,9 +57,7 @@ def measurement(cfg: DictConfig, memory: float) -> Answer | None:
         MeshError: The degrees do not fit the processes.
         RunError: A process failed, or it took too long.
     """
-    if cfg.strategy.get("_target_") != MESH_STRATEGY:
-        raise ConfigError(f"strategy={cfg.strategy.get('_target_')} has no mesh to measure.", valid=MESH_STRATEGY)
-    config = StrategyConfig.from_mapping(strategy_options(cfg.strategy))
+    config = needed_mesh_options(cfg.strategy, "to measure")
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     world = int(os.environ["WORLD_SIZE"]) if launched else _processes(cfg.trainer.devices, config)
     spec = MeshSpec.of(config, world)

@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_3d.config.devices import asked_devices, smallest_world
-from lightning_3d.config.schema import MESH_STRATEGY, StrategyConfig, strategy_options
+from lightning_3d.config.schema import StrategyConfig, needed_mesh_options
 from lightning_3d.errors import ConfigError, MeshError
 from lightning_3d.mesh.spec import AXIS_KEYS, Coordinate, MeshSpec
 
@@ -22,13 +22,8 @@ def mesh_of(cfg: DictConfig) -> tuple[StrategyConfig, MeshSpec]:
         ConfigError: The strategy is another one, or an option has an impossible value.
         MeshError: The degrees do not fit the world.
     """
-    if cfg.strategy.get("_target_") != MESH_STRATEGY:
-        raise ConfigError(
-            f"strategy={cfg.strategy.get('_target_')} is played by nobody but its own processes.", valid=MESH_STRATEGY
-        )
-    config = StrategyConfig.from_mapping(strategy_options(cfg.strategy))
-    mesh = _mesh(cfg, config)
-    return config, mesh
+    config = needed_mesh_options(cfg.strategy, "whose ranks could be played")
+    return config, _mesh(cfg, config)
 
 
 def coordinates_of(asked: Any, mesh: MeshSpec) -> tuple[Coordinate, ...] | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_3d.config.compose import command_words, compose_run, readable_errors, told_plainly
-from lightning_3d.config.schema import MESH_STRATEGY, StrategyConfig, strategy_options
+from lightning_3d.config.schema import MESH_STRATEGY, mesh_options
 from lightning_3d.config.search import importable_here
 from lightning_3d.log import told_if_slow
 
@@ -46,8 +46,7 @@ def _check(arguments: Sequence[str]) -> None:
     """Refuses words that make no configuration, and options of the strategy that are impossible."""
     words, directory, _ = command_words([word for word in arguments if word != _JSON])
     cfg = compose_run(words, config_name="plan", config_dir=directory)
-    if cfg.strategy.get("_target_") == MESH_STRATEGY:
-        StrategyConfig.from_mapping(strategy_options(cfg.strategy))
+    mesh_options(cfg.strategy)
 
 
 def price_of(cfg: DictConfig) -> ModelGraph:

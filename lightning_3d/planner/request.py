@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_3d.config.batch import local_batch_size, num_microbatches
 from lightning_3d.config.devices import asked_devices
 from lightning_3d.config.precision import precision_of
-from lightning_3d.config.schema import MESH_STRATEGY, ONE_STAGE_SCHEDULES, StrategyConfig, strategy_options
+from lightning_3d.config.schema import StrategyConfig, mesh_options, needed_mesh_options
 from lightning_3d.errors import BatchError, ConfigError, Lightning3DError, MeshError
 from lightning_3d.mesh.spec import MeshSpec
 from lightning_3d.planner.case import Case
@@ -176,11 +176,9 @@ def _space(cfg: DictConfig, size: int) -> Space:
 
 def _given(cfg: DictConfig, cluster: Cluster, devices: int, size: int) -> Case | None:
     """The mesh of the configuration on these devices; None if it is of another strategy."""
-    if cfg.strategy.get("_target_") != MESH_STRATEGY:
-        if cfg.evaluate:
-            raise ConfigError("strategy is not Mesh3DStrategy: it has no mesh to evaluate.", fix="strategy=default")
+    options = needed_mesh_options(cfg.strategy, "to evaluate") if cfg.evaluate else mesh_options(cfg.strategy)
+    if options is None:
         return None
-    options = StrategyConfig.from_mapping(strategy_options(cfg.strategy))
     spec = _spec(options, cluster, devices)
     mesh = mesh_shape(options, spec)
     local = local_batch_size(size, spec.data)
@@ -223,9 +221,6 @@ def mesh_shape(options: StrategyConfig, spec: MeshSpec) -> MeshShape:
         options: The strategy's options.
         spec: Degrees of the axes.
     """
-    stages = options.stages_per_rank
-    if not isinstance(stages, int):
-        stages = 1 if options.pipeline_schedule in ONE_STAGE_SCHEDULES else 2
     layers = options.layers_per_stage
     return MeshShape(
         data_parallel_size=spec.data,
@@ -233,7 +228,7 @@ def mesh_shape(options: StrategyConfig, spec: MeshSpec) -> MeshShape:
         pipeline_parallel_size=spec.pipeline,
         tensor_parallel_size=spec.tensor,
         zero_stage=options.zero_stage,
-        stages_per_rank=stages,
+        stages_per_rank=options.stages_of_a_rank(),
         sequence_parallel=options.sequence_parallel,
         layers_per_stage=tuple(layers) if layers else None,
         rank_order=options.rank_order,

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_3d.config.batch import local_batch_size, num_microbatches
 from lightning_3d.config.devices import asked_devices
-from lightning_3d.config.schema import MESH_STRATEGY, BatchConfig, RunConfig, StrategyConfig, strategy_options
+from lightning_3d.config.schema import BatchConfig, RunConfig, mesh_options
 from lightning_3d.errors import CheckpointError, ConfigError, nearest
 from lightning_3d.mesh.spec import MeshSpec
 
@@ -46,9 +46,7 @@ def prepare(cfg: DictConfig) -> RunConfig:
     run = typed(cfg, RunConfig)
     runs = Path(OmegaConf.select(cfg, "paths.log_dir", default="logs")) / run.task_name
     run.ckpt_path = cfg.ckpt_path = _newest(runs) if run.ckpt_path == _LAST else _found_checkpoint(run.ckpt_path)
-    options = None
-    if cfg.strategy.get("_target_") == MESH_STRATEGY:
-        options = StrategyConfig.from_mapping(strategy_options(cfg.strategy))
+    options = mesh_options(cfg.strategy)
     world = _world(cfg)
     spec = MeshSpec.resolve(world) if options is None else MeshSpec.of(options, world)
     batch = typed(cfg.get("batch", OmegaConf.create()), BatchConfig)

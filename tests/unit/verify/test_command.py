@@ -13,7 +13,7 @@ from lightning_3d.verify.command import _prepare
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["strategy=single"], "verify compares a mesh with one device"),
+        (["strategy=single"], "has no mesh to compare with one device"),
         (["recipe=demo", "trainer.devices=1", "strategy=default"], "there is nothing to compare"),
         (["recipe=demo", "precision=64"], "precision='64' does not exist"),
         (["recipe=demo", "layers=0"], "layers=0 is too small"),
