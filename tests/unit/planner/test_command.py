@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from lightning_3d.config.compose import compose_run
+from lightning_3d.dryrun.tracing import plan as run
 from lightning_3d.errors import ConfigError, Lightning3DError
 from lightning_3d.planner import BlockModel, Part
-from lightning_3d.planner.command import Answer, overrides, plan, run
+from lightning_3d.planner.command import Answer, overrides, plan
 from lightning_3d.planner.request import recipe_of
 
 # GPT-3 175B on the article's 512 devices.
