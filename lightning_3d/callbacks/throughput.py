@@ -47,7 +47,8 @@ class Throughput(Callback):
         flops: Count operations; costs one run of the step without values at the start.
         peak_flops: Operations per second of a device at its best, for MFU: a number, or numbers by "bf16", "fp32" and
             "fp64" as in conf/cluster, of which the Trainer's precision takes one. A GPU that Lightning knows has
-            Lightning's figure in the place of those by dtype. None: no MFU elsewhere.
+            Lightning's figure in the place of those by dtype, and there is no MFU by one of these that a device
+            exceeds: it is another device's. None: no MFU elsewhere.
         prog_bar: Show speed in Lightning's progress bar.
 
     Raises:
@@ -172,6 +173,12 @@ class Throughput(Callback):
             module.log(self._bar_name, speeds[f"{self.unit}_per_second"], prog_bar=True, logger=False)
         if not trainer.is_global_zero:
             return
+        if self._peak is not None and isinstance(self._given_peak, Mapping) and speeds.get("mfu", 0.0) > 1:
+            # Nothing is faster than at its best.
+            done, best = (format_flops(flops) for flops in (1e12 * speeds["device_tflops"], self._peak))
+            _log.info("no MFU: a device does %s, and peak_flops, with %s, is of another one; see cluster", done, best)
+            self._peak = None
+            del speeds["mfu"]
         values = [f"{name} {float(value):.4f}" for name, value in logged.items()]
         _log.info("%s", "  ".join([title, *values, *_texts(speeds)]))
         for logger in trainer.loggers:

@@ -118,7 +118,10 @@ class _Bare:
 
 def _without_zero(pricer: Pricer, case: Case, states: float) -> _Bare:
     shared = pricer.shared
-    mesh = replace(case.mesh, zero_stage=0, data_replicate_size=1, stages_per_rank=1)
+    mesh = replace(case.mesh, zero_stage=0, data_replicate_size=1)
+    if mesh.stages_per_rank > 1:
+        # What is told of each stage is told of all stages of a rank.
+        mesh = replace(mesh, stages_per_rank=1, layers_per_stage=None)
     bare = Case.checked(mesh, replace(case.batch, micro_size=1), "1f1b", "full")
     found = []
     for software in (replace(shared.software, buffers_per_microbatch=False), shared.software):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, Field, dataclass, fields, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from lightning_3d.config.rules import did_you_mean
 from lightning_3d.config.search import conf_dir
 from lightning_3d.errors import ConfigError, nearest
 from lightning_3d.planner.constants import FITTED
@@ -118,15 +119,25 @@ class Cluster:
         Raises:
             ConfigError: A key is unknown or missing, or a figure is impossible.
         """
-        known = {one.name for one in fields(cls)}
-        unknown = [f"{key} (did you mean {nearest(key, known)}?)" for key in values if key not in known]
-        missing = sorted(known & {"name", "device", "memory", "memory_bandwidth", "peak_flops", "levels"} - set(values))
-        if unknown or missing:
-            raise ConfigError(f"a cluster has no {unknown or missing}.", valid=sorted(known))
+        _check_keys(values, fields(cls), f"cluster {values.get('name', '?')}")
+        levels = {name: one for name, one in values["levels"].items() if one is not None}
+        for name, one in levels.items():
+            # Its name is the key.
+            _check_keys(one, fields(Level)[1:], f"cluster {values['name']}, levels.{name}")
         given = dict(values)
-        given["levels"] = tuple(Level(name=name, **one) for name, one in values["levels"].items() if one is not None)
+        given["levels"] = tuple(Level(name=name, **one) for name, one in levels.items())
         given["peak_flops"] = MappingProxyType({dtype: float(peak) for dtype, peak in values["peak_flops"].items()})
         return cls(**given)
+
+
+def _check_keys(values: Mapping[str, Any], attributes: Sequence[Field[Any]], what: str) -> None:
+    """Refuses keys that do not exist, and tells those that are missing."""
+    known = [one.name for one in attributes]
+    needed = [one.name for one in attributes if one.default is MISSING]
+    problems = [f"{key} does not exist{did_you_mean(key, known)}" for key in values if key not in known]
+    problems += [f"{key} is missing" for key in needed if key not in values]
+    if problems:
+        raise ConfigError(f"{what}: {', '.join(problems)}.", valid=known)
 
 
 @lru_cache(maxsize=32)

@@ -168,12 +168,13 @@ def run(cfg: DictConfig, words: Sequence[str], directory: Path | None, *, trace:
         Lightning3DError: The configuration is impossible.
     """
     answer = plan(cfg, trace=trace)
-    if cfg.trial:
+    shown = answer.found.best if answer.found else ()
+    # Where nothing fits there is nothing to try, and the answer says so.
+    if cfg.trial and (answer.found is None or shown):
         answer = _tried(answer, cfg, words, directory)
     print(json.dumps(answer.as_dict(), indent=2) if cfg.json else answer)
-    shown = answer.found.best if answer.found else ()
-    if answer.request.picture:
-        given = answer.look.given if answer.look else None
+    given = answer.look.given if answer.look else None
+    if answer.request.picture and (shown or given):
         save_picture(answer.request.picture, shown, given=given, title=answer.request.name)
     return 0 if answer.found is None or shown else 1
 

@@ -31,6 +31,9 @@ def overrides(one: Prediction, request: Request) -> str:
         "trainer.num_nodes": nodes,
         "trainer.devices": mesh.devices // nodes,
     }
+    if request.accumulate > 1:
+        # Data ranks share out a step's samples: of a part of them their degree need not be a divisor.
+        words |= {"batch.global_size": one.batch.global_size, "trainer.accumulate_grad_batches": 1}
     usual: dict[str, object] = {"strategy.data_replicate_size": 1}
     usual |= dict.fromkeys(("strategy.sequence_parallel", "strategy.pad_vocabulary"), "false")
     if mesh.pipeline_parallel_size == 1:

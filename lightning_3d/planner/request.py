@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -12,11 +12,14 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_3d.config.batch import local_batch_size, num_microbatches
 from lightning_3d.config.devices import asked_devices
 from lightning_3d.config.precision import precision_of
-from lightning_3d.config.schema import StrategyConfig, mesh_options, needed_mesh_options
+from lightning_3d.config.rules import did_you_mean
+from lightning_3d.config.schema import SCHEDULES, StrategyConfig, mesh_options, needed_mesh_options
 from lightning_3d.errors import BatchError, ConfigError, Lightning3DError, MeshError
 from lightning_3d.mesh.spec import MeshSpec
 from lightning_3d.planner.case import Case
 from lightning_3d.planner.cluster import Cluster
+from lightning_3d.planner.model import KEPT_KINDS
+from lightning_3d.planner.obstacle import batch_obstacle
 from lightning_3d.planner.search import Space
 from lightning_3d.planner.shapes import BatchShape, DecoderShape, MeshShape
 from lightning_3d.units import counted
@@ -46,6 +49,7 @@ class Request:
         devices: Devices to use.
         bytes_recipe: Name of the recipe of bytes per parameter.
         space: What the search may vary.
+        accumulate: Batches that the configuration makes of a step's samples.
         given: The mesh of the configuration; None if its strategy has none, or it is impossible.
         pads_vocabulary: The configuration pads a vocabulary that its tensor ranks do not divide, as prices assume.
         problem: Why the mesh of the configuration is impossible, whatever the model.
@@ -62,6 +66,7 @@ class Request:
     devices: int
     bytes_recipe: str
     space: Space
+    accumulate: int
     given: Case | None
     pads_vocabulary: bool
     problem: Lightning3DError | None
@@ -86,11 +91,11 @@ def read_request(cfg: DictConfig) -> Request:
     size = cfg.batch.global_size
     if size is None:
         raise ConfigError("a plan needs the samples of a step.", fix="batch.global_size=256")
-    size *= int(OmegaConf.select(cfg, "trainer.accumulate_grad_batches", default=1))
+    accumulate = int(OmegaConf.select(cfg, "trainer.accumulate_grad_batches", default=1))
     given: Case | None = None
     problem: Lightning3DError | None = None
     try:
-        given = _given(cfg, cluster, devices, size)
+        given = _given(cfg, cluster, devices, size, accumulate)
     except (MeshError, BatchError) as error:
         # The search answers all the same.
         if cfg.evaluate:
@@ -102,7 +107,8 @@ def read_request(cfg: DictConfig) -> Request:
         cluster=cluster,
         devices=devices,
         bytes_recipe=cfg.bytes_recipe or recipe_of(cfg),
-        space=_space(cfg, size),
+        space=_space(cfg, size * accumulate),
+        accumulate=accumulate,
         given=given,
         pads_vocabulary=bool(OmegaConf.select(cfg, "strategy.pad_vocabulary")),
         problem=problem,
@@ -167,20 +173,30 @@ def _space(cfg: DictConfig, size: int) -> Space:
         global_size=size,
         micro_sizes=tuple(2**power for power in range(20) if 2**power <= int(space.largest_micro_size)),
         zero_stages=tuple(int(stage) for stage in space.zero_stages),
-        kinds=tuple(str(kind) for kind in space.activation_checkpointing),
-        schedules=tuple(str(schedule) for schedule in space.schedules),
+        kinds=_words(space, "activation_checkpointing", KEPT_KINDS),
+        schedules=_words(space, "schedules", SCHEDULES),
         sequence_parallel=bool(space.sequence_parallel),
         largest_tensor=space.largest_tensor,
     )
 
 
-def _given(cfg: DictConfig, cluster: Cluster, devices: int, size: int) -> Case | None:
+def _words(space: DictConfig, key: str, known: Sequence[str]) -> tuple[str, ...]:
+    """The words of a list, each of which is known: prices of others would be those of something else."""
+    words = tuple(str(word) for word in space[key])
+    unknown = [f"{word!r} does not exist{did_you_mean(word, known)}" for word in words if word not in known]
+    if unknown:
+        raise ConfigError(f"space.{key}: {', '.join(unknown)}.", valid=known)
+    return words
+
+
+def _given(cfg: DictConfig, cluster: Cluster, devices: int, size: int, accumulate: int) -> Case | None:
     """The mesh of the configuration on these devices; None if it is of another strategy."""
     options = needed_mesh_options(cfg.strategy, "to evaluate") if cfg.evaluate else mesh_options(cfg.strategy)
     if options is None:
         return None
     spec = _spec(options, cluster, devices)
     mesh = mesh_shape(options, spec)
+    # Each batch is cut into micro-batches for itself.
     local = local_batch_size(size, spec.data)
     count = num_microbatches(
         local,
@@ -189,7 +205,11 @@ def _given(cfg: DictConfig, cluster: Cluster, devices: int, size: int) -> Case |
         pipeline=spec.pipeline,
     )
     batch = BatchShape(global_size=size, micro_size=-(-local // count))
-    return Case.checked(mesh, batch, options.pipeline_schedule, options.activation_checkpointing)
+    unequal = batch_obstacle(batch, spec.data)
+    if unequal is not None:
+        raise unequal.error()
+    step = replace(batch, global_size=size * accumulate)
+    return Case.checked(mesh, step, options.pipeline_schedule, options.activation_checkpointing)
 
 
 def _spec(options: StrategyConfig, cluster: Cluster, devices: int) -> MeshSpec:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from lightning_3d.parallel.pipeline.schedule.actions import runnable_microbatches
 from lightning_3d.planner.case import Case
 from lightning_3d.planner.footprint import footprint
 from lightning_3d.planner.model import KEPT_KINDS, ModelGraph
@@ -216,8 +217,9 @@ def _schedules(space: Space, model: ModelGraph, mesh: MeshShape, batch: BatchSha
             wanted = replace(mesh, stages_per_rank=each) if each > 1 else mesh
             if stages_obstacle(model, wanted) or (each > 1 and count % pipeline):
                 continue
+            runs = runnable_microbatches(schedule, ranks=pipeline, microbatches=count)
             yield [
-                Case(mesh=wanted, batch=batch, schedule=schedule, kind=kind, microbatches=count) for kind in space.kinds
+                Case(mesh=wanted, batch=batch, schedule=schedule, kind=kind, microbatches=runs) for kind in space.kinds
             ]
 
 
@@ -248,12 +250,13 @@ def _rejections(
         found = tensor_obstacle(model, tensor)
         if found is not None:
             yield Rejected(f"tensor {tensor}", found.fact)
-    yield Rejected(
-        f"tensor above {cluster.devices_per_node}",
-        f"crosses nodes of {counted(cluster.devices_per_node, 'device')}: each block would sum over the "
-        f"{cluster.levels[-1].name}, {cluster.levels[-1].bandwidth / 1e9:.2g} GB/s instead of "
-        f"{cluster.levels[0].bandwidth / 1e9:.3g}",
-    )
+    per_node, outer = cluster.devices_per_node, cluster.levels[-1]
+    if largest <= per_node < devices and len(cluster.levels) > 1:
+        yield Rejected(
+            f"tensor above {per_node}",
+            f"crosses nodes of {counted(per_node, 'device')}: each block would sum over the {outer.name}, "
+            f"{outer.bandwidth / 1e9:.2g} GB/s instead of {cluster.levels[0].bandwidth / 1e9:.3g}",
+        )
 
 
 def why_slower(one: Prediction, best: Prediction) -> str:

@@ -93,13 +93,14 @@ def apply_rule(pricer: Pricer, devices: int, space: Space, found: Found) -> Rule
     else:
         names = ((f"tensor {tensor}, as the rule's own example reads it", tensor), ("without a tensor axis", 1))
         readings = [_reading(pricer, devices, space, best, name, degree) for name, degree in dict(names[::-1]).items()]
+    outside = f"; outside {cluster.levels[-1].bandwidth / 1e9:.3g} GB/s" if len(cluster.levels) > 1 else ""
     steps = (
         _first_step(pricer, alone),
         _second_step(pricer),
         Step(
             "At most as many tensor ranks as a node has devices",
-            f"{cluster.devices_per_node} devices in a node, {cluster.levels[0].bandwidth / 1e9:.0f} GB/s; outside "
-            f"{cluster.levels[-1].bandwidth / 1e9:.3g} GB/s; heads {heads}",
+            f"{cluster.devices_per_node} devices in a node, {cluster.levels[0].bandwidth / 1e9:.0f} GB/s{outside}; "
+            f"heads {heads}",
             f"tensor up to {tensor}",
         ),
         _network_step(pricer, devices, space, best.mesh.tensor_parallel_size if best else tensor),

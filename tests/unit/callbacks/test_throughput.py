@@ -151,6 +151,22 @@ def test_a_gpu_that_is_known_has_its_own_peak(monkeypatch: pytest.MonkeyPatch) -
     assert _peak(5.0, torch.device("cuda"), "bf16-mixed") == 5.0
 
 
+@pytest.mark.parametrize(("given", "shown"), [({"fp32": 1.0, "bf16": 1e9}, False), (1.0, True)])
+def test_there_is_no_mfu_by_the_peak_of_another_device(
+    given: Any, shown: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A device does not exceed its own; a number that the user has given is theirs."""
+    callback = Throughput(every_n_steps=2, peak_flops=given)
+    with caplog.at_level(logging.INFO, logger="lightning_3d.callbacks.throughput"):
+        _train(_Module(), tmp_path, callback)
+    told = [line for line in _lines(caplog) if line.startswith("no MFU: a device does ")]
+    speeds = [line for line in _lines(caplog) if line not in told]
+    assert len(told) == (not shown)
+    assert all("with 1.0 FLOP/s, is of another one" in line for line in told)
+    assert len(speeds) == 4
+    assert all("FLOP/s a device" in line and ("MFU" in line) == shown for line in speeds)
+
+
 @pytest.mark.parametrize(
     "options", [{"every_n_steps": 0}, {"tokens_per_sample": -1}, {"peak_flops": 0}, {"peak_flops": {"bf16": -1.0}}]
 )

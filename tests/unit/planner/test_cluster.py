@@ -61,3 +61,21 @@ def test_a_user_plans_with_a_file_of_their_own(tmp_path: Path) -> None:
 def test_what_cannot_have_been_measured() -> None:
     with pytest.raises(ConfigError, match="memory_bandwidth=0"):
         measured(memory_bandwidth=0)
+
+
+@pytest.mark.parametrize(
+    ("words", "fact"),
+    [
+        (["+cluster.memories=3"], r"cluster cpu: memories does not exist \(did you mean memory\?\)\."),
+        (["+cluster.xyz=3"], r"cluster cpu: xyz does not exist\."),
+        (["~cluster.memory"], r"cluster cpu: memory is missing\."),
+        (
+            ["+cluster.levels.node.bandwith=3", "~cluster.levels.node.bandwidth"],
+            r"levels\.node: bandwith does not exist \(did you mean bandwidth\?\), bandwidth is missing\.",
+        ),
+        (["+cluster.levels.node.name=here"], r"levels\.node: name does not exist\."),
+    ],
+)
+def test_keys_of_a_file(words: list[str], fact: str) -> None:
+    with pytest.raises(ConfigError, match=fact):
+        read_request(compose_run(words, config_name="plan"))

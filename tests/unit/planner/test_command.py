@@ -9,8 +9,8 @@ import pytest
 
 from lightning_3d.config.compose import compose_run
 from lightning_3d.dryrun.tracing import plan as run
-from lightning_3d.errors import ConfigError, Lightning3DError
-from lightning_3d.planner import BlockModel, Part
+from lightning_3d.errors import BatchError, ConfigError, Lightning3DError
+from lightning_3d.planner import BatchShape, BlockModel, Part
 from lightning_3d.planner.command import Answer, overrides, plan
 from lightning_3d.planner.request import recipe_of
 
@@ -139,6 +139,34 @@ def test_what_is_pasted_makes_the_same_mesh(article: Answer) -> None:
     assert again.found is None
 
 
+def test_accumulated_batches_are_cut_one_by_one() -> None:
+    """16 samples are 8 for each of 2 data ranks, which the pipeline cuts into 8; four such batches stay so."""
+    words = ["recipe=demo", "batch.micro_size=null", "evaluate=true"]
+    one, four = (answered([*words, f"trainer.accumulate_grad_batches={count}"]).look for count in (1, 4))
+    assert one is not None
+    assert four is not None
+    assert (one.given.batch.micro_size, one.given.microbatches) == (1, 8)
+    assert four.given.batch == BatchShape(global_size=64, micro_size=1)
+    assert four.given.microbatches == 32
+    assert four.given.memory.activations == one.given.memory.activations
+    with pytest.raises(BatchError, match="micro_size=2 does not divide the 3 samples"):
+        answered([*words, "batch.global_size=6", "batch.micro_size=2", "trainer.accumulate_grad_batches=2"])
+
+
+def test_what_is_pasted_has_no_accumulation() -> None:
+    """Eight data ranks share out the samples of a step, but not the four of each of its batches."""
+    words = ["recipe=demo", "batch.global_size=4", "trainer.accumulate_grad_batches=4"]
+    searched = answered(words)
+    assert searched.found is not None
+    best = searched.found.best[0]
+    assert best.mesh.data_parallel_size == 8
+    pasted = shlex.split(overrides(best, searched.request))
+    assert {"batch.global_size=16", "trainer.accumulate_grad_batches=1"} <= set(pasted)
+    again = answered([*words, *pasted, "evaluate=true"])
+    assert again.look is not None
+    assert again.look.given == best
+
+
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["recipe=gpt2_124m", "cluster=workstation", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -157,9 +185,21 @@ def test_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Best of" not in text
 
 
-def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([*GPT_175B[:9], "cluster=workstation", "strategy=default", "batch.micro_size=1"]) == 1
-    assert "nothing fits" in capsys.readouterr().out
+def test_told_layers_of_several_stages_on_a_rank() -> None:
+    stages = ["strategy.pipeline_schedule=interleaved1f1b", "strategy.stages_per_rank=2"]
+    look = answered(["recipe=demo", *stages, "strategy.layers_per_stage=[1,1,1,1]", "evaluate=true"]).look
+    assert look is not None
+    assert look.given.mesh.layers_per_stage == (1, 1, 1, 1)
+    assert look.given.fits
+
+
+@pytest.mark.parametrize("word", ["top=3", "trial=3", "picture={}/plan.png"])
+def test_nothing_fits(word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """There is nothing to try or to draw then."""
+    words = [*GPT_175B[:9], "cluster=workstation", "strategy=ddp", "batch.micro_size=1", word.format(tmp_path)]
+    assert run(words) == 1
+    assert "nothing fits; what needs least:" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_module_that_was_traced() -> None:
@@ -195,6 +235,18 @@ def test_the_recipe_follows_from_the_precision(precision: str, recipe: str) -> N
 def test_one_clear_error(words: list[str]) -> None:
     with pytest.raises(Lightning3DError):
         answered(words)
+
+
+@pytest.mark.parametrize(
+    ("word", "fact"),
+    [
+        ("space.schedules=[1f1b,interleaved_1f1b]", r"space\.schedules: 'interleaved_1f1b' .* mean interleaved1f1b\?"),
+        ("space.activation_checkpointing=[ful]", r"space\.activation_checkpointing: 'ful' .* mean full\?"),
+    ],
+)
+def test_a_word_that_does_not_exist_is_not_priced(word: str, fact: str) -> None:
+    with pytest.raises(ConfigError, match=fact):
+        answered(["recipe=demo", word])
 
 
 IMPOSSIBLE = [

@@ -2,16 +2,20 @@
 
 import re
 import time
+from dataclasses import replace
 
 import pytest
 
-from lightning_3d.planner import BatchShape, DecoderShape, MeshShape, load_cluster, predict
+from lightning_3d.config.schema import SCHEDULES
+from lightning_3d.planner import BatchShape, Cluster, DecoderShape, MeshShape, load_cluster, predict
 from lightning_3d.planner.decoder import decoder_model
 from lightning_3d.planner.pricing import Pricer
 from lightning_3d.planner.search import Found, Space, search, tensor_degrees
+from lightning_3d.planner.steps import apply_rule
 
 LLAMA_405B = DecoderShape(126, 16384, 128, 8, 53248, 128256, 8192)
 GPT_175B = DecoderShape(96, 12288, 96, 96, 49152, 51200, 2048)
+TINY = DecoderShape(4, 128, 4, 4, 512, 256, 128)
 LLAMA_13B = DecoderShape(40, 5120, 40, 40, 13824, 32000, 4096)
 
 
@@ -60,6 +64,26 @@ def test_a_model_that_fits_one_device_needs_only_data_ranks() -> None:
     assert (best.mesh.pipeline_parallel_size, best.mesh.tensor_parallel_size) == (1, 1)
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_may_be_asked_for(schedule: str) -> None:
+    """Each is priced with as many micro-batches as it runs: DualPipeV with 4 on 2 ranks, where a batch makes 2."""
+    cluster = load_cluster("cpu")
+    space = Space(global_size=16, micro_sizes=(2,), schedules=(schedule,), stages_per_rank=(2,), tensor=1, pipeline=2)
+    (best,) = search(Pricer(decoder_model(TINY), cluster, "fp32"), cluster.devices, space).best
+    assert best.pipeline_schedule == schedule
+    given = predict(
+        TINY,
+        best.mesh,
+        best.batch,
+        cluster,
+        bytes_recipe="fp32",
+        pipeline_schedule=schedule,
+        activation_checkpointing=best.activation_checkpointing,
+    )
+    assert given == best
+    assert best.microbatches == (4 if schedule == "dualpipev" else 2)
+
+
 def test_nothing_fits() -> None:
     found = searched(LLAMA_405B, "workstation", 1, 64)
     assert found.best == ()
@@ -80,6 +104,25 @@ def test_rejections_say_why() -> None:
         for one in searched(odd, "a100_x8", 1, 64).rejected
     )
     assert tensor_degrees(decoder_model(odd), 8) == (1, 2, 4)
+
+
+def test_tensor_degrees_beyond_a_node_are_told_where_there_are_any() -> None:
+    """Not of one node, not where they were priced, and not of a cluster that tells nothing of its network."""
+    a100 = load_cluster("a100_x8")
+
+    def told(cluster: Cluster, largest: int | None = None) -> tuple[bool, str]:
+        pricer, space = Pricer(decoder_model(LLAMA_13B), cluster, "bf16_master"), Space(global_size=512)
+        space = replace(space, largest_tensor=largest)
+        found = search(pricer, cluster.devices, space)
+        third = apply_rule(pricer, cluster.devices, space, found).steps[2]
+        return any(one.mesh == "tensor above 8" for one in found.rejected), third.number
+
+    assert told(a100.with_nodes(2)) == (True, "8 devices in a node, 300 GB/s; outside 25 GB/s; heads 40")
+    assert told(a100.with_nodes(2), largest=4)[0]
+    assert not told(a100.with_nodes(2), largest=16)[0]
+    assert not told(a100)[0]
+    flat = replace(a100.with_nodes(2), levels=a100.levels[:1])
+    assert told(flat) == (False, "8 devices in a node, 300 GB/s; heads 40")
 
 
 def test_a_slow_network_wants_data_ranks_inside_the_node() -> None:
