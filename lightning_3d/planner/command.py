@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -176,6 +177,7 @@ def run(cfg: DictConfig, words: Sequence[str], directory: Path | None, *, trace:
     given = answer.look.given if answer.look else None
     if answer.request.picture and (shown or given):
         save_picture(answer.request.picture, shown, given=given, title=answer.request.name)
+        print(f"\npicture {answer.request.picture}", file=sys.stderr if cfg.json else sys.stdout)
     return 0 if answer.found is None or shown else 1
 
 
