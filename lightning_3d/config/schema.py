@@ -30,6 +30,8 @@ NEW_PROGRAMS, IN_NOTEBOOKS = "popen", "fork"
 START_METHODS = (NEW_PROGRAMS, "spawn", IN_NOTEBOOKS, "forkserver")
 V_SCHEDULES = ("zbvzerobubble", "dualpipev")
 SCHEDULES = (*ONE_STAGE_SCHEDULES, "loopedbfs", "interleaved1f1b", "interleavedzerobubble", *V_SCHEDULES)
+# Kinds of activation checkpointing, from what keeps most to what keeps least.
+KEPT_KINDS = ("none", "selective", "full")
 
 # The ``_target_`` of the strategy that has a mesh.
 MESH_STRATEGY = "lightning_3d.Mesh3DStrategy"
@@ -97,7 +99,7 @@ class StrategyConfig:
     replay: bool = field(default=True, metadata={"rule": FLAG})
     layout_free_random: bool = field(default=True, metadata={"rule": FLAG})
     tensor_random: str = field(default="derived", metadata={"rule": one_of("derived", "exact")})
-    activation_checkpointing: str = field(default="none", metadata={"rule": one_of("none", "selective", "full")})
+    activation_checkpointing: str = field(default="none", metadata={"rule": one_of(*KEPT_KINDS)})
     compile: bool = field(default=False, metadata={"rule": FLAG})
     uneven: str = field(default="stop", metadata={"rule": one_of("stop", "error")})
     on_nonfinite: str = field(default="none", metadata={"rule": one_of("none", "skip", "raise")})

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_3d.counters import Category, CollectiveTable, PeakReport
 from lightning_3d.dryrun.beside import Beside
-from lightning_3d.mesh.spec import Coordinate
+from lightning_3d.mesh.spec import AXIS_KEYS, Coordinate
 from lightning_3d.plan import Plan
 from lightning_3d.units import counted, format_bytes, format_seconds
 
@@ -156,7 +156,7 @@ class DryRunReport:
     def as_data(self) -> dict[str, Any]:
         """Returns everything but the plan as plain containers, sizes in bytes."""
         return {
-            "mesh": {key: self.plan.mesh.size(key) for key in ("data", "pipeline", "tensor")},
+            "mesh": {key: self.plan.mesh.size(key) for key in AXIS_KEYS},
             "precision": self.precision,
             "microbatches": list(self.microbatches),
             "batches": self.batches,

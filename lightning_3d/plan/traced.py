@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_3d.config.schema import KEPT_KINDS
 from lightning_3d.graph.blocks import Stack, find_stacks
 from lightning_3d.graph.calls import Call, around_calls
 from lightning_3d.graph.fake_parameters import fake_parameters
@@ -29,7 +30,6 @@ from lightning_3d.graph.stand_ins import without_metrics
 from lightning_3d.parallel.pipeline.record.flops import CountsFlops
 from lightning_3d.plan.recompute import is_kept, is_kept_product, recomputing
 
-KINDS = ("none", "selective", "full")
 # Products of activations with each other.
 _OF_ACTIVATIONS = ("bmm", "baddbmm", "scaled_dot_product")
 
@@ -100,7 +100,7 @@ def trace_model(
     """
     found = find_stacks(module) if stacks is None else tuple(stacks)
     blocks = [block for stack in found for block in stack.blocks]
-    runs = {kind: _run(module, step, blocks, kind) for kind in KINDS}
+    runs = {kind: _run(module, step, blocks, kind) for kind in KEPT_KINDS}
     plain = runs["none"]
     names = ["first", *plain.order, "last"]
     table = _parameters(parameter_table(module), plain.order)

@@ -10,9 +10,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
-# Kinds of activation checkpointing, as Mesh3DStrategy names them.
-KEPT_KINDS = ("none", "selective", "full")
-
 
 @dataclass(frozen=True, slots=True)
 class Bytes:

@@ -13,12 +13,11 @@ from lightning_3d.config.batch import local_batch_size, num_microbatches
 from lightning_3d.config.devices import asked_devices
 from lightning_3d.config.precision import precision_of
 from lightning_3d.config.rules import did_you_mean
-from lightning_3d.config.schema import SCHEDULES, StrategyConfig, mesh_options, needed_mesh_options
+from lightning_3d.config.schema import KEPT_KINDS, SCHEDULES, StrategyConfig, mesh_options, needed_mesh_options
 from lightning_3d.errors import BatchError, ConfigError, Lightning3DError, MeshError
 from lightning_3d.mesh.spec import MeshSpec
 from lightning_3d.planner.case import Case
 from lightning_3d.planner.cluster import Cluster
-from lightning_3d.planner.model import KEPT_KINDS
 from lightning_3d.planner.obstacle import batch_obstacle
 from lightning_3d.planner.search import Space
 from lightning_3d.planner.shapes import BatchShape, DecoderShape, MeshShape

@@ -14,11 +14,12 @@ from lightning_3d.config.devices import smallest_world
 from lightning_3d.config.schema import StrategyConfig
 from lightning_3d.errors import ConfigError, RunError, nearest
 from lightning_3d.log import get_logger
+from lightning_3d.mesh.spec import AXIS_KEYS
 from lightning_3d.precision import PRECISIONS
 from lightning_3d.strategy import Mesh3DStrategy
 from lightning_3d.verify.certificate import Certificate, Place, Setting
 from lightning_3d.verify.comparison import FP32, FP64, Bounds, compare, not_finite, reduced, unlike
-from lightning_3d.verify.runs import AXES, Request, Runs, Trained
+from lightning_3d.verify.runs import Request, Runs, Trained
 from lightning_3d.verify.search import Ground, place_alone, place_of_failure, place_on_mesh
 from lightning_3d.verify.subject import GivenSubject
 
@@ -137,7 +138,7 @@ class _Case:
             return replace(plain, repeats=repeats, place=place_alone(self._runs, precision, repeats))
         _log.info("verify: %s", self._runs.request.mesh)
         try:
-            mesh = self._runs.on(AXES, precision)
+            mesh = self._runs.on(AXIS_KEYS, precision)
         except RunError as error:
             _log.info("verify: it fails there; looking for the axis")
             return replace(plain, place=place_of_failure(self._runs, precision, error))
@@ -217,7 +218,7 @@ class _Case:
             shrunk=tuple(alone.facts["cuts"]),
             parameters=alone.record.elements,
             mesh=str(request.mesh),
-            options=_told(self._runs.options_on(AXES)),
+            options=_told(self._runs.options_on(AXIS_KEYS)),
             microbatches=self._runs.microbatches,
             steps=(len(alone.record.gradients), request.accumulate),
             precision=precision,
