@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_3d.config.schema import ONE_STAGE_SCHEDULES
-from lightning_3d.errors import Lightning3DError, RunError
+from lightning_3d.errors import Lightning3DError, RunError, few_and_more
 from lightning_3d.log import get_logger
 from lightning_3d.mesh.spec import AXIS_KEYS, MeshSpec
 from lightning_3d.verify.certificate import Place
@@ -257,7 +257,5 @@ def _inside(module: str, name: str) -> bool:
     return module == name or module.startswith(f"{name}.")
 
 
-def _named(names: Any) -> str:
-    listed = list(dict.fromkeys(names))
-    more = f" and {len(listed) - _MOST_NAMED} more" if len(listed) > _MOST_NAMED else ""
-    return ", ".join(f"'{name}'" for name in listed[:_MOST_NAMED]) + more
+def _named(names: Iterable[str]) -> str:
+    return few_and_more((f"'{name}'" for name in dict.fromkeys(names)), _MOST_NAMED)

@@ -12,7 +12,7 @@ from typing import Any
 from lightning_3d import __version__
 from lightning_3d.config.devices import smallest_world
 from lightning_3d.config.schema import StrategyConfig
-from lightning_3d.errors import ConfigError, RunError, nearest
+from lightning_3d.errors import ConfigError, RunError, few_and_more, nearest
 from lightning_3d.log import get_logger
 from lightning_3d.mesh.spec import AXIS_KEYS
 from lightning_3d.precision import PRECISIONS
@@ -236,9 +236,8 @@ class _Case:
 def _random(draws: Mapping[str, int]) -> str:
     if not draws:
         return "nothing draws random numbers in training, so no streams were compared"
-    places = [f"'{name}'" for name in draws]
-    more = f" and {len(places) - _MOST_PLACES} more" if len(places) > _MOST_PLACES else ""
-    return f"on in {', '.join(places[:_MOST_PLACES])}{more}; other draws would show in losses and gradients"
+    places = few_and_more((f"'{name}'" for name in draws), _MOST_PLACES)
+    return f"on in {places}; other draws would show in losses and gradients"
 
 
 def _told(options: Mapping[str, Any]) -> dict[str, Any]:
