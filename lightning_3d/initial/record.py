@@ -93,7 +93,7 @@ class InitRecorder(TorchDispatchMode):
 
     def real(self, tensor: Tensor) -> Tensor:
         """Gives the present value of a meta tensor that was made under this recorder."""
-        return replay(self._log, Window.of(tensor), self._early_seed, CPU)
+        return replay(self._log, Window.of(tensor), self._early_seed)
 
     def constant(self, tensor: Tensor) -> Tensor:
         """Makes a meta tensor that will hold a real tensor's values."""

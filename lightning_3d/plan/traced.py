@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_3d.config.schema import KEPT_KINDS
-from lightning_3d.graph.blocks import Stack, find_stacks
+from lightning_3d.graph.blocks import find_stacks
 from lightning_3d.graph.calls import Call, around_calls
 from lightning_3d.graph.fake_parameters import fake_parameters
 from lightning_3d.graph.parameters import ParameterTable, parameter_table
@@ -88,18 +88,14 @@ class TracedModel:
         return sum(part.kept[kind] for part in self.parts)
 
 
-def trace_model(
-    module: LightningModule, step: Callable[[], Any], *, stacks: Sequence[Stack] | None = None
-) -> TracedModel:
+def trace_model(module: LightningModule, step: Callable[[], Any]) -> TracedModel:
     """Returns what each part of a module costs, for the batch that its step is given.
 
     Args:
         module: The whole module, real or on the meta device; it is left as it was.
         step: Calls the user's step with a real batch, in the autocast mode that it will have.
-        stacks: The lists of blocks; None for those that are found.
     """
-    found = find_stacks(module) if stacks is None else tuple(stacks)
-    blocks = [block for stack in found for block in stack.blocks]
+    blocks = [block for stack in find_stacks(module) for block in stack.blocks]
     runs = {kind: _run(module, step, blocks, kind) for kind in KEPT_KINDS}
     plain = runs["none"]
     names = ["first", *plain.order, "last"]
