@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -22,11 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_3d.config.schema import KEPT_KINDS
 from lightning_3d.graph.blocks import find_stacks
-from lightning_3d.graph.calls import Call, around_calls
-from lightning_3d.graph.fake_parameters import fake_parameters
+from lightning_3d.graph.calls import Call, handled
 from lightning_3d.graph.parameters import ParameterTable, parameter_table
-from lightning_3d.graph.quiet import quiet
-from lightning_3d.graph.stand_ins import without_metrics
+from lightning_3d.graph.stand_ins import without_values
 from lightning_3d.parallel.pipeline.record.flops import CountsFlops
 from lightning_3d.plan.recompute import is_kept, is_kept_product, recomputing
 
@@ -189,7 +186,7 @@ class _Kept(TorchDispatchMode):
 
 def _run(module: LightningModule, step: Callable[[], Any], blocks: Sequence[str], kind: str) -> _Run:
     through = recomputing(kind)
-    with fake_parameters(module), quiet(module), without_metrics(module), torch.compiler.set_stance("force_eager"):
+    with without_values(module):
         run = _Run(len(blocks), {each.untyped_storage()._cdata for each in module.parameters()})
         kept = _Kept(run.save)
 
@@ -211,9 +208,7 @@ def _run(module: LightningModule, step: Callable[[], Any], blocks: Sequence[str]
 def _handled(module: nn.Module, blocks: Sequence[str], handler: Callable[[str, Call], Any]) -> Iterator[None]:
     with ExitStack() as at_end:
         for name in blocks:
-            block = module.get_submodule(name)
-            at_end.callback(setattr, block, "__class__", type(block))
-            around_calls(block, partial(handler, name))
+            at_end.enter_context(handled(module.get_submodule(name), partial(handler, name)))
         yield
 
 
