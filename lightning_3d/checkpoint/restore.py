@@ -186,16 +186,7 @@ def load_optimizers(
     Raises:
         CheckpointError: Only weights were saved, or another number of optimizers, parameters or groups.
     """
-    if stored.optimizers is None:
-        raise CheckpointError(
-            f"{stored.path} holds weights but no optimizer state, so training cannot be resumed from it",
-            fix="save with ModelCheckpoint(save_weights_only=False), or load its weights alone and start a new run",
-        )
-    if len(stored.optimizers) != len(optimizers):
-        raise CheckpointError(
-            f"{stored.path} holds {len(stored.optimizers)} optimizers, configure_optimizers returned {len(optimizers)}",
-            fix="configure as many optimizers as were saved, or start a new run from the weights alone",
-        )
+    kept = _optimizers_of(stored, len(optimizers))
     everyone = [
         all_members(module, optimizer, presence, known)
         for optimizer, known in zip(optimizers, recorded or [()] * len(optimizers), strict=True)
@@ -217,7 +208,7 @@ def load_optimizers(
         read_tensors(stored.path, into, group)
     for optimizer, state in zip(optimizers, states, strict=True):
         load_state(state, optimizer)
-    everything = zip(optimizers, stored.optimizers, everyone, strict=True)
+    everything = zip(optimizers, kept, everyone, strict=True)
     return [
         _optimizer_part(f"optimizer {index} ({type(optimizer).__name__})", saved, members)
         for index, (optimizer, saved, members) in enumerate(everything)
@@ -251,6 +242,26 @@ def random_part(stored: StoredCheckpoint, world: int) -> LoadedPart:
     return LoadedPart(name=name, converted=(f"rank 0's of {len(saved)}{everywhere}",))
 
 
+def _optimizers_of(stored: StoredCheckpoint, configured: int) -> Sequence[Mapping[str, Any]]:
+    """Returns the saved states of so many optimizers."""
+    if stored.optimizers is None and any(name.startswith("optimizer_") for name in stored.tensors or ()):
+        raise CheckpointError(
+            f"{stored.path} keeps its optimizers in the form of Lightning's own sharding strategies",
+            fix=f"lightning-3d convert {stored.path} OUT --to mesh, then ckpt_path=OUT",
+        )
+    if stored.optimizers is None:
+        raise CheckpointError(
+            f"{stored.path} holds weights but no optimizer state, so training cannot be resumed from it",
+            fix="save with ModelCheckpoint(save_weights_only=False), or load its weights alone and start a new run",
+        )
+    if len(stored.optimizers) != configured:
+        raise CheckpointError(
+            f"{stored.path} holds {len(stored.optimizers)} optimizers, configure_optimizers returned {configured}",
+            fix="configure as many optimizers as were saved, or start a new run from the weights alone",
+        )
+    return stored.optimizers
+
+
 def _optimizer_part(name: str, saved: Mapping[str, Any], members: Sequence[Members]) -> LoadedPart:
     """Returns what became of a saved optimizer whose state fits these members."""
     names = [each for group in members for each in group.names]
@@ -259,10 +270,10 @@ def _optimizer_part(name: str, saved: Mapping[str, Any], members: Sequence[Membe
     by_index = not all(isinstance(each, str) for each in before)
     renamed = not by_index and set(before) != set(names)
     now = dict(zip(before, names, strict=False)) if by_index or renamed else {each: each for each in before}
-    with_state = [now.get(each, str(each)) for each in saved["state"]]
+    restored = [each for each in saved["state"] if not renamed or now.get(each) == each]
     return LoadedPart(
         name=name,
-        restored=() if renamed else tuple(with_state),
+        restored=tuple(now.get(each, str(each)) for each in restored),
         converted=tuple(f"{each}: {now[each]}" for each in before if now[each] != each) if renamed else (),
     )
 
@@ -270,7 +281,7 @@ def _optimizer_part(name: str, saved: Mapping[str, Any], members: Sequence[Membe
 def _open_local(path: Path, weights_only: bool) -> StoredCheckpoint:
     if not path.is_dir():
         return _of_file(path, _torch_load(path, weights_only, str(path)))
-    inside = [child.name for child in path.iterdir() if child.suffix == ".ckpt"]
+    inside = sorted(child.name for child in path.iterdir() if child.suffix == ".ckpt")
     if inside:
         raise CheckpointError(f"{path} is a folder of checkpoints.", valid=inside, fix=f"{path / inside[0]}")
     return _open_folder(path, weights_only)

@@ -50,13 +50,14 @@ def choose(module: Mapping[str, Any], prefix: str | None) -> Export:
     inside = [name for name in names if name.startswith(found)]
     if not inside:
         raise ConfigError(f"--prefix {found}: no name begins so", valid=sorted({_first(name) for name in names}))
+    chosen = set(inside)
     first: dict[int, str] = {}
     owners = {name: first.setdefault(id(module[name]), name) for name in inside}
     return Export(
         prefix=found,
         tensors={name.removeprefix(found): module[name] for name in inside if owners[name] == name},
         tied=tuple(name.removeprefix(found) for name in inside if owners[name] != name),
-        outside=tuple(name for name in module if name not in set(inside)),
+        outside=tuple(name for name in module if name not in chosen),
     )
 
 
@@ -80,7 +81,7 @@ def save_files(export: Export, directory: Path, size: str) -> int:
         from safetensors.torch import save_file
     except ImportError as error:
         raise CheckpointError(
-            f"safetensors are written with {error.name}", fix="pip install lightning_3d[hf]"
+            f"safetensors are written with {error.name}", fix="pip install 'lightning-3d[hf]'"
         ) from error
     forms = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in export.tensors.items()}
     try:

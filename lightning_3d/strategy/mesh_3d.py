@@ -59,7 +59,7 @@ class Mesh3DStrategy(ExplainingStrategy):
         activation_checkpointing: ``"none"``, ``"selective"`` or ``"full"``.
         compile: Compile each block; on the tensor axis what was recorded of it.
         uneven: At uneven ends of training data: ``"stop"`` all data ranks together, or ``"error"``.
-        on_nonfinite: Non-finite gradients: ``"none"``, ``"skip"`` or ``"raise"``, one decision for the mesh.
+        on_nonfinite: Losses and gradients that are not finite: ``"none"``, ``"skip"`` or ``"raise"``, on all ranks.
         pretrained: Directory of weights that are streamed into the shards.
         pretrained_strict: Names in ``pretrained`` that match nothing are an error.
         rank_order: Order of the axes over the ranks, outermost first.
@@ -257,19 +257,13 @@ class Mesh3DStrategy(ExplainingStrategy):
     def teardown(self) -> None:
         from lightning_3d.plan import unwatch_calls
 
-        assert self.cluster_environment is not None
-        assert self.accelerator is not None
         if self._applied is not None:
             self._applied.engine.rest()
             unwatch_calls(self._applied.module)
             if self._logged is not None:
                 self._logged.close()
             self._applied.doors.close()
-        self._finish_writing()
-        self._end_watch()
-        self.cluster_environment.teardown()
-        self._precision.teardown()
-        self.accelerator.teardown()
+        super().teardown()
 
     # ---- steps ----
 
@@ -338,6 +332,7 @@ class Mesh3DStrategy(ExplainingStrategy):
 
     @override
     def on_validation_start(self) -> None:
+        self._listen()
         applied = self._module_on_mesh
         applied.share_buffers()
         applied.copies.bring_buffers()

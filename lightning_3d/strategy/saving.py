@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_3d.errors import CheckpointError, ModuleError
+from lightning_3d.faults.report import grouped
 from lightning_3d.log import get_logger, told_if_slow
 from lightning_3d.shards.hook_values import without_hook_values
 from lightning_3d.strategy.faults.positions import during
@@ -150,8 +151,9 @@ class SavingStrategy(MeshStrategy):
                 "the Trainer has ended with an exception, and its ranks cannot save together any more.",
                 fix="OnExceptionCheckpoint or ModelCheckpoint(save_on_exception=True), which save before",
             )
-        missing = ", ".join(map(str, self._on_mesh.stop.missing()))
-        return f"rank {missing} did not stop with the others" if missing else ""
+        for _, ranks in grouped(dict.fromkeys(self._on_mesh.stop.missing(), "")):
+            return f"{ranks} did not stop with the others"
+        return ""
 
     @staticmethod
     def _bring_buffers(applied: AppliedModule) -> None:
@@ -289,23 +291,26 @@ class SavingStrategy(MeshStrategy):
         # A search for a learning rate trains with a callback of its own.
         self._on_mesh.callbacks.open(self._module_on_mesh.module.trainer)
 
-    @override
-    def on_validation_start(self) -> None:
-        self._listen()
-
-    @override
-    def on_test_start(self) -> None:
-        self._listen()
-
-    @override
-    def on_predict_start(self) -> None:
-        self._listen()
-
     def _listen(self) -> None:
         """Has signals reach all ranks; Lightning has set its own handlers by now."""
         assert self.lightning_module is not None
-        if self.world_size > 1:
-            self._on_mesh.signals.listen(self.lightning_module.trainer)
+        trainer = self.lightning_module.trainer
+        # They travel with what is logged.
+        if self.world_size > 1 and not (trainer.barebones or trainer.predicting):
+            self._on_mesh.signals.listen(trainer)
+
+    @override
+    def teardown(self) -> None:
+        """Leaves the Trainer's callbacks as they were, finishes what is written, and lets the processes part."""
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        if self._run is not None:
+            self._run.callbacks.close()
+        self._finish_writing()
+        self._end_watch()
+        self.cluster_environment.teardown()
+        self._precision.teardown()
+        self.accelerator.teardown()
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
