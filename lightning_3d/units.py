@@ -8,7 +8,7 @@ _METRIC = ("", "k", "M", "G", "T", "P", "E")
 
 
 def format_bytes(count: float) -> str:
-    """Returns ``count`` bytes with a binary prefix, e.g. ``1.5 GiB``."""
+    """Returns ``count`` bytes with a binary prefix, e.g. ``1.50 GiB``."""
     value, unit = float(count), 0
     while abs(value) >= 1024 and unit < len(_BINARY) - 1:
         value, unit = value / 1024, unit + 1

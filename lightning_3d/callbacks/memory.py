@@ -8,28 +8,31 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_3d.errors import ConfigError
+from lightning_3d.log import get_logger
 from lightning_3d.units import format_bytes
+
+_log = get_logger(__name__)
 
 
 class MemoryMonitor(Callback):
     """Compares the most bytes of this rank's tensors with a prediction, and logs both.
 
-    On an accelerator the bytes are those of torch's allocator (``max_memory_allocated``), the high-water mark since the
-    last look. On the CPU torch keeps no such number: the growth of the process' largest resident memory since training
-    began stands for it, which counts what is no tensor too.
+    On an accelerator the bytes are those of torch's allocator (``max_memory_allocated``), the high-water mark since
+    training began. On the CPU torch keeps no such number: the growth of the process' largest resident memory since
+    then stands for it, which counts what is no tensor too.
 
     Logs ``memory/measured_bytes`` and, with a prediction, ``memory/predicted_bytes`` and
-    ``memory/measured_to_predicted``, each of this rank alone.
+    ``memory/measured_to_predicted``, those of rank 0; Lightning's loggers write nothing of other ranks. A rank that
+    needs more than was predicted says so itself, whichever it is.
 
     Args:
         predicted_bytes: What a rank is expected to need: a number, such as the peak that ``lightning-3d dryrun``
             prints, or one for each pipeline rank.
         every_n_steps: Optimizer steps between two looks.
-        tolerance: A measurement beyond ``predicted_bytes * (1 + tolerance)`` is told once.
+        tolerance: A measurement beyond ``predicted_bytes * (1 + tolerance)`` is told once, by each rank that has one.
 
     Raises:
         ConfigError: A number is not positive.
@@ -73,7 +76,7 @@ class MemoryMonitor(Callback):
         if predicted is not None:
             values["memory/predicted_bytes"] = predicted
             values["memory/measured_to_predicted"] = self.measured_bytes / predicted
-            self._tell(predicted)
+            self._tell(predicted, trainer.global_rank)
         for logger in trainer.loggers:
             logger.log_metrics(values, step=step)
 
@@ -95,13 +98,16 @@ class MemoryMonitor(Callback):
             return int(torch.cuda.max_memory_allocated(device))
         return max(_resident_bytes() - self._resident, 0)
 
-    def _tell(self, predicted: float) -> None:
+    def _tell(self, predicted: float, rank: int) -> None:
         if self._told or self.measured_bytes <= predicted * (1 + self.tolerance):
             return
         self._told = True
-        rank_zero_info(
-            f"memory: {format_bytes(self.measured_bytes)} measured, {format_bytes(predicted)} predicted "
-            f"({self.measured_bytes / predicted - 1:+.0%})"
+        _log.warning(
+            "memory of rank %d: %s measured, %s predicted (%+.0f%%)",
+            rank,
+            format_bytes(self.measured_bytes),
+            format_bytes(predicted),
+            100 * (self.measured_bytes / predicted - 1),
         )
 
 

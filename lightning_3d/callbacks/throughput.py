@@ -24,7 +24,7 @@ from lightning_3d.units import format_count, format_flops
 
 _log = get_logger(__name__)
 
-# What is in the Trainer's precision, and what products are then computed in, by the names of conf/cluster and of torch.
+# A part of the Trainer's precision -> the dtype of its products as conf/cluster names it; and torch's name of that.
 _DTYPES: Mapping[str, str] = {"bf16": "bf16", "16": "bf16", "64": "fp64", "transformer-engine": "bf16"}
 _IN_TORCH: Mapping[str, str] = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
@@ -77,6 +77,7 @@ class Throughput(Callback):
         self._given_peak = peak_flops
         self._peak: float | None = None
         self._flops: float | None = None
+        self._tried = False
         self._prog_bar = prog_bar
         self._window, self._whole = _Pace(), _Pace()
         self._since: float | None = None
@@ -114,6 +115,7 @@ class Throughput(Callback):
         self._window, self._whole, self._since, self._warm = _Pace(), _Pace(), None, False
         self._printed_step = trainer.global_step
         self._flops = getattr(trainer.strategy, "sample_flops", None)
+        self._tried = self._flops is not None
         self._peak = _peak(self._given_peak, pl_module.device, str(trainer.precision))
 
     @override
@@ -123,8 +125,8 @@ class Throughput(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         whole = isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy)
-        if self._counts and self._flops is None and whole:
-            self._counts = False  # once
+        if self._counts and not self._tried and whole:
+            self._tried = True
             self._flops = sample_flops(pl_module, (batch, batch_idx))
         if self._since is None:
             self._since = time.perf_counter()

@@ -51,7 +51,7 @@ class StrategyConfig:
         zero_stage: What is sharded over the data axis: 0 nothing, 1 optimizer, 2 and gradients, 3 and parameters.
         unit_blocks: Blocks per shard unit.
         cpu_offload: Keep shards and optimizer state in host memory.
-        micro_batch_size: Samples per micro-batch and data rank.
+        micro_batch_size: Most samples of a micro-batch on one data rank.
         num_microbatches: Micro-batches per batch; "auto" follows from micro_batch_size and the pipeline degree.
         pipeline_schedule: Name of the schedule, one of ``SCHEDULES``.
         stages_per_rank: Stages that one pipeline rank owns; "auto" = what the schedule needs.
@@ -197,7 +197,7 @@ class BatchConfig:
 
     Attributes:
         global_size: Samples of one batch over all data ranks; None if the data module has its own way.
-        micro_size: Samples of one micro-batch on one data rank; None leaves the choice to the strategy.
+        micro_size: Most samples of one micro-batch on one data rank; None leaves the choice to the strategy.
         local_size: Samples of one batch on one data rank; derived, never set by hand.
     """
 

@@ -61,16 +61,6 @@ class Owners:
             yield Category.OPTIMIZER, [dict(state) for state in optimizer.state.values()]
 
 
-def categorise(modules: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, Category]:
-    """Returns the category of every storage that modules and optimizers own now, by the storage's key.
-
-    Args:
-        modules: Roots; plain, DistributedDataParallel, `fully_shard` or `replicate` modules.
-        optimizers: Their optimizers.
-    """
-    return Owners(modules, optimizers)()
-
-
 def storage_key(tensor: torch.Tensor) -> int:
     """Returns what identifies a tensor's storage while it lives."""
     key: int = tensor.untyped_storage()._cdata

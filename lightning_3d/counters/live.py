@@ -139,7 +139,7 @@ class LiveBytes(TorchDispatchMode):
         """Returns the live bytes of each category that has any, as of the last operation or look at `current`.
 
         Args:
-            owners: Category by storage, from `categorise`; storages it does not name count as communication if a
+            owners: Category by storage, from `Owners`; storages it does not name count as communication if a
                 collective has touched them, else as activations and other temporaries.
         """
         sums = dict.fromkeys(Category, 0)

@@ -6,12 +6,12 @@ mesh: ``processes`` starts ranks, ``rank`` is what each of them does, ``speeds``
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from lightning_3d.doctor.checks import check_all
 from lightning_3d.doctor.facts import Facts, gather
 from lightning_3d.doctor.findings import Finding, Level, table
+from lightning_3d.log import process_rank
 
 __all__ = ["Finding", "Level", "run"]
 
@@ -35,7 +35,7 @@ def run(arguments: Sequence[str]) -> int:
 def _told(facts: Facts, findings: Sequence[Finding] = ()) -> int:
     """Prints the findings about the environment, and others; on the first rank."""
     found = [*check_all(facts), *findings]
-    if os.environ.get("RANK", "0") == "0":
+    if process_rank() == 0:
         print(table(found))
     return int(any(finding.level is Level.PROBLEM for finding in found))
 

@@ -59,10 +59,11 @@ def measurement(cfg: DictConfig, memory: float) -> Answer | None:
     """
     config = needed_mesh_options(cfg.strategy, "to measure")
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    world = int(os.environ["WORLD_SIZE"]) if launched else _processes(cfg.trainer.devices, config)
+    gpus = torch.cuda.device_count() if str(cfg.trainer.accelerator) in ("auto", "gpu", "cuda") else 0
+    world = int(os.environ["WORLD_SIZE"]) if launched else _processes(cfg.trainer.devices, config, gpus)
     spec = MeshSpec.of(config, world)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if launched else world
-    task = _task(cfg, config, spec, memory / local)
+    task = _task(cfg, config, spec, memory / local, "cuda" if gpus else "cpu")
     measured = measure_launched(task) if launched else measure_here(task)
     if measured is None:
         return None
@@ -178,23 +179,21 @@ def write_cluster(cluster: Cluster, path: str | None) -> str:
     return f"\ncluster file {file}"
 
 
-def _processes(devices: object, config: StrategyConfig) -> int:
+def _processes(devices: object, config: StrategyConfig, gpus: int) -> int:
     """Processes on this machine; where nothing says how many, its GPUs, or what the degrees need at least."""
     if isinstance(devices, int) and not isinstance(devices, bool) and devices > 0:
         return devices
     if devices in ("auto", -1, "-1"):
         data = config.data_parallel_size if isinstance(config.data_parallel_size, int) else config.data_replicate_size
-        return torch.cuda.device_count() or data * config.pipeline_parallel_size * config.tensor_parallel_size
+        return gpus or data * config.pipeline_parallel_size * config.tensor_parallel_size
     raise ConfigError(f"trainer.devices={devices} is no number of processes", valid="a number, or auto")
 
 
-def _task(cfg: DictConfig, config: StrategyConfig, spec: MeshSpec, memory: float) -> Task:
+def _task(cfg: DictConfig, config: StrategyConfig, spec: MeshSpec, memory: float, device_type: str) -> Task:
     sizes, seconds = tuple(int(size) for size in cfg.sizes), float(cfg.seconds)
     if not sizes or min(sizes) < 1 or not seconds > 0:
         raise ConfigError(f"sizes={list(sizes)}, seconds={seconds:g} measure nothing.", valid="numbers above 0")
-    gpus = torch.cuda.device_count() if str(cfg.trainer.accelerator) in ("auto", "gpu", "cuda") else 0
     backends: Mapping[str, str] = {"cpu": "gloo", "cuda": "nccl"}
-    device_type = "cuda" if gpus else "cpu"
     backend = config.process_group_backend or backends[device_type]
     assert dist.is_available()
     return Task(spec=spec, sizes=sizes, memory=memory, device_type=device_type, backend=backend, seconds=seconds)

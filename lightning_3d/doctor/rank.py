@@ -90,13 +90,10 @@ def _measured(task: Task, device: torch.device) -> Measured:
             speeds += _axis_speeds(axis.name, mesh.get_group(axis.name), task.sizes, device)
     own = _device(task, device)
     devices: list[Device] = [own] * task.spec.world
-    hosts: list[str] = [os.uname().nodename] * task.spec.world
     dist.all_gather_object(devices, own)
-    dist.all_gather_object(hosts, os.uname().nodename)
     return Measured(
         mesh=str(task.spec),
         backend=task.backend,
-        hosts=len(set(hosts)),
         device=_slowest(devices),
         speeds=tuple(speeds),
     )

@@ -57,14 +57,12 @@ class Measured:
     Attributes:
         mesh: The mesh, as text.
         backend: What the processes talked through.
-        hosts: Nodes of the ranks.
         device: The slowest device.
         speeds: Axis by axis, operation by operation, size by size.
     """
 
     mesh: str
     backend: str
-    hosts: int
     device: Device
     speeds: tuple[Speed, ...]
 

@@ -8,7 +8,6 @@ from types import MappingProxyType
 
 from lightning_3d.counters import Category, CollectiveTable, PeakReport
 from lightning_3d.dryrun.planned import Planned
-from lightning_3d.errors import ConfigError
 from lightning_3d.planner.case import Case
 from lightning_3d.planner.cluster import load_cluster
 from lightning_3d.planner.footprint import rank_footprint
@@ -105,8 +104,6 @@ class Predictor:
 
     def __init__(self, planned: Planned, model: ModelGraph) -> None:
         training = planned.training
-        if training.precision not in RECIPES:
-            raise ConfigError(f"precision {training.precision} has no recipe of bytes.", valid=RECIPES)
         config = training.config
         batch = BatchShape(
             global_size=sum(planned.sizes) * training.mesh.data * training.accumulate, micro_size=max(planned.sizes)

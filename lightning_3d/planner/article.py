@@ -100,7 +100,7 @@ def look_at(pricer: Pricer, case: Case) -> Look:
             f"bubble {text} = {(ranks - 1) / (count * stages + ranks - 1):.1%} of the time with equal stages and whole "
             f"backwards; {format_bytes(boundary)} cross a stage boundary in a micro-batch, each way"
         )
-    return Look(given, tuple(facts), tuple(_claims(pricer, case, given, states, bare)))
+    return Look(given, tuple(facts), tuple(_claims(pricer, case, given, bare)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ def _without_zero(pricer: Pricer, case: Case, states: float) -> _Bare:
     return _Bare(states, found[0].activations, found[1].total)
 
 
-def _claims(pricer: Pricer, case: Case, given: Prediction, states: list[float], bare: _Bare) -> list[Claim]:
+def _claims(pricer: Pricer, case: Case, given: Prediction, bare: _Bare) -> list[Claim]:
     mesh = case.mesh
     block = max(part.parameters for part in pricer.shared.kinds)
     degrees = mesh.data_parallel_size, mesh.pipeline_parallel_size, mesh.tensor_parallel_size
@@ -143,7 +143,7 @@ def _claims(pricer: Pricer, case: Case, given: Prediction, states: list[float], 
             f"175e9 x 16 B / 32 = {told / 1e9:.1f} GB of states; as counted here {bare.text}",
             bare.everything <= given.capacity,
         ),
-        _without_pipeline(pricer, given),
+        _without_pipeline(given),
         *_shares(given),
         *_schedule(case, given),
         Claim(
@@ -161,7 +161,7 @@ def _claims(pricer: Pricer, case: Case, given: Prediction, states: list[float], 
     ]
 
 
-def _without_pipeline(pricer: Pricer, given: Prediction) -> Claim:
+def _without_pipeline(given: Prediction) -> Claim:
     tensor, devices = given.mesh.tensor_parallel_size, given.mesh.devices
     data = devices // tensor
     states = [

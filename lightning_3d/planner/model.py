@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,6 @@ class Part:
         return bool(self.kept) and not self.logits
 
 
-@runtime_checkable
 class ModelGraph(Protocol):
     """A model as the planner reads it; whatever has these attributes can be priced.
 

@@ -210,6 +210,8 @@ class Prediction:
             "fits": self.fits,
             "borderline": self.is_borderline,
             "memory_bytes": self.memory.by_name(),
+            "memory_rank": self.memory_rank,
+            "in_flight": self.in_flight,
             "memory_band": MEMORY_BAND,
             "step_seconds": self.step_seconds,
             "time_seconds": self.time.by_name(),
@@ -230,6 +232,8 @@ class Prediction:
         size, unit = (1e9, "GB") if self.allocated_bytes >= 1e9 else (1e6, "MB")
         memory = {name: count / size for name, count in self.memory.by_name().items() if count >= 0.05 * size}
         kinds = ", ".join(f"{name} {count:.1f}" for name, count in memory.items())
+        on_rank = f" on pipeline rank {self.memory_rank}, {self.in_flight:.3g} in flight"
+        where = on_rank if self.mesh.pipeline_parallel_size > 1 else ""
         speed = self.tflops_per_device
         rate = f"{speed:.1f} TFLOP/s" if speed >= 0.1 else f"{speed * 1e3:.1f} GFLOP/s"
         parts = ", ".join(
@@ -242,7 +246,7 @@ class Prediction:
         return (
             f"{head}\n"
             f"  memory {self.allocated_bytes / size:.1f} {unit} allocated, {self.needed_bytes / 1e9:.1f} GB needed of "
-            f"{self.capacity / 1e9:.0f} (± {MEMORY_BAND:.0%}): {self.verdict}\n    {unit}: {kinds}\n"
+            f"{self.capacity / 1e9:.0f} (± {MEMORY_BAND:.0%}): {self.verdict}\n    {unit}{where}: {kinds}\n"
             f"  step {format_seconds(self.step_seconds)} (± {self.time_band:.0%}{scale}), "
             f"{rate} per device, MFU {self.mfu:.1%}, bubble {self.bubble_fraction:.1%}\n"
             f"    {parts}{hidden}"

@@ -163,7 +163,7 @@ def tensor_degrees(model: ModelGraph, largest: int) -> tuple[int, ...]:
 
 
 def _choices(pricer: Pricer, devices: int, space: Space) -> Iterator[list[Case]]:
-    """Yields cases that differ in what they compute again only."""
+    """Yields lists of cases; those of a list differ in what they compute again only."""
     model = pricer.shared.model
     largest = space.largest_tensor or pricer.shared.cluster.devices_per_node
     for tensor in tensor_degrees(model, largest):

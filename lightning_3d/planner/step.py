@@ -45,7 +45,6 @@ def step_time(shared: Shared, case: Case) -> tuple[TimeParts, float]:
     sends, once = _sends(shared, case, worst)
     busy = worst.total + sends
     bubble = _bubble(
-        shared,
         case,
         sum(kind.count * (one.total + sends) for kind, one in zip(kinds, times, strict=True)) - busy,
         worst,
@@ -122,7 +121,7 @@ def _data_step(shared: Shared, case: Case, padded: float, worst: _RankTimes) -> 
     return early + late, gather + scatter - early - late
 
 
-def _bubble(shared: Shared, case: Case, others: float, worst: _RankTimes, sends: float) -> float:
+def _bubble(case: Case, others: float, worst: _RankTimes, sends: float) -> float:
     """Seconds for which the slowest rank waits: (p - 1) micro-batches of the others, for equal ones."""
     ranks, stages = case.mesh.pipeline_parallel_size, case.stages_per_rank
     if ranks == 1:

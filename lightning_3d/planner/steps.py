@@ -91,8 +91,10 @@ def apply_rule(pricer: Pricer, devices: int, space: Space, found: Found) -> Rule
     if alone is not None:
         readings = [_reading(pricer, devices, space, best, "data ranks alone", 1, (1,))]
     else:
-        names = ((f"tensor {tensor}, as the rule's own example reads it", tensor), ("without a tensor axis", 1))
-        readings = [_reading(pricer, devices, space, best, name, degree) for name, degree in dict(names[::-1]).items()]
+        # Both are the same where one tensor rank is the most.
+        names = {1: "without a tensor axis"}
+        names.setdefault(tensor, f"tensor {tensor}, as the rule's own example reads it")
+        readings = [_reading(pricer, devices, space, best, name, degree) for degree, name in names.items()]
     outside = f"; outside {cluster.levels[-1].bandwidth / 1e9:.3g} GB/s" if len(cluster.levels) > 1 else ""
     steps = (
         _first_step(pricer, alone),

@@ -103,7 +103,7 @@ def _newest(runs: Path) -> str:
     found.sort(key=lambda path: path.stat().st_mtime)
     if not found:
         raise CheckpointError(
-            f"ckpt_path=last finds no checkpoints/last.ckpt below {runs.absolute()}",
+            f"ckpt_path=last finds no checkpoints/last.ckpt or checkpoints/sigterm-step=*.ckpt below {runs.absolute()}",
             fix="ckpt_path=PATH, or the task_name and paths.log_dir of the run to resume",
         )
     return str(found[-1].absolute())

@@ -19,8 +19,6 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.mesh.spec import MeshSpec
 
 _CONFIG = "verify"
-# What a few steps take over from the trainer of the configuration.
-_TRAINER = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
 _LAUNCHED = ("TORCHELASTIC_RUN_ID", "SLURM_STEP_ID")
 
 
@@ -53,7 +51,7 @@ def _verified(cfg: DictConfig) -> bool:
     # A misspelt key should not wait for torch to be imported.
     from lightning_3d.verify.runs import Request
     from lightning_3d.verify.subject import ConfiguredSubject
-    from lightning_3d.verify.verifier import certify
+    from lightning_3d.verify.verifier import TRAINER_OPTIONS, certify
 
     options, mesh = prepared
     seed = 0 if cfg.seed is None else int(cfg.seed)
@@ -64,7 +62,7 @@ def _verified(cfg: DictConfig) -> bool:
         options={**options, "data_parallel_size": mesh.data},
         world=mesh.world,
         steps=int(cfg.steps),
-        trainer={name: cfg.trainer[name] for name in _TRAINER if cfg.trainer.get(name) is not None},
+        trainer={name: cfg.trainer[name] for name in TRAINER_OPTIONS if cfg.trainer.get(name) is not None},
         seed=seed,
         seconds=float(cfg.seconds),
         preload=tuple(dict.fromkeys(_modules(parts))),

@@ -15,7 +15,17 @@ from lightning_3d.verify.record import Record
 # A tensor whose largest value is below this share of the largest of its kind is rounding of a true zero.
 _ZERO = 1e-6
 _SMALLEST = 1e-300
-KINDS = ("initial weights", "loss", "logged values", "gradients", "gradient norm", "parameters", "other state")
+# Why nothing of a kind was compared.
+_REASONS: Mapping[str, str] = {
+    "initial weights": "the module has no state",
+    "loss": "the step returns no loss",
+    "logged values": "the step logs nothing",
+    "gradients": "no optimizer step was taken",
+    "gradient norm": "no optimizer step was taken",
+    "parameters": "the module trains no parameter",
+    "other state": "the module has no buffer or frozen parameter that is meant to be equal",
+}
+KINDS = tuple(_REASONS)
 EVERYWHERE = "on all ranks"
 # Without these nothing is shown.
 NEEDED = ("initial weights", "gradients", "gradient norm", "parameters", EVERYWHERE)
@@ -76,7 +86,7 @@ class Check:
     """What was found for one kind.
 
     Attributes:
-        kind: One of `KINDS`.
+        kind: One of `KINDS`, or `EVERYWHERE`.
         bound: The largest error that is allowed.
         differences: Of everything that was compared, in order.
         reason: Why nothing was compared; empty if something was.
@@ -156,17 +166,6 @@ def same_everywhere(digests: Sequence[str]) -> Check:
         for rank, digest in enumerate(digests)
     )
     return Check(kind=EVERYWHERE, bound=0.0, differences=differences)
-
-
-_REASONS: Mapping[str, str] = {
-    "initial weights": "the module has no state",
-    "loss": "the step returns no loss",
-    "logged values": "the step logs nothing",
-    "gradients": "no optimizer step was taken",
-    "gradient norm": "no optimizer step was taken",
-    "parameters": "the module trains no parameter",
-    "other state": "the module has no buffer or frozen parameter that is meant to be equal",
-}
 
 
 def reduced(name: str, own: Sequence[Check], *, least_scalar: float = 0.0) -> Bounds:

@@ -98,10 +98,19 @@ class Runs(AbstractContextManager["Runs"]):
     def __init__(self, request: Request) -> None:
         self.request = request
         self.told: dict[str, Any] = {}
-        self._home = tempfile.TemporaryDirectory(prefix="lightning-3d-verify-")
         self._count = 0
 
     def __enter__(self) -> Runs:
+        self._home = tempfile.TemporaryDirectory(prefix="lightning-3d-verify-")
+        try:
+            self._take_batches()
+        except BaseException:
+            # Nobody leaves what was not entered.
+            self._home.cleanup()
+            raise
+        return self
+
+    def _take_batches(self) -> None:
         directory, request = self._new(), self.request
         order = TakeOrder(
             subject=request.subject,
@@ -113,7 +122,6 @@ class Runs(AbstractContextManager["Runs"]):
         )
         self._batches = directory
         (self.told,) = self._crew(directory).run(take_batches, 1, order)
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._home.cleanup()

@@ -76,7 +76,7 @@ def place_on_mesh(ground: Ground, checks: Sequence[Check]) -> Place:
         if differs:
             axes = some
             break
-    facts += _first_gradients(ground, checks)
+    facts += _first_gradients(checks)
     module, seen = _first_module(ground, axes)
     facts += seen
     advice = list(_advice(ground, axes, module))
@@ -125,6 +125,10 @@ def place_of_failure(runs: Runs, precision: str, failure: RunError) -> Place:
             facts.append(f"{_mesh_words(mesh, some)} alone fails")
             axes = some
             break
+        except Lightning3DError as refused:
+            _log.info("verify: %s cannot run: %s", " x ".join(some), str(refused).splitlines()[0])
+            facts.append(f"{_mesh_words(mesh, some)} alone cannot run")
+            continue
         facts.append(f"{_mesh_words(mesh, some)} alone runs")
     return Place(axes=axes, facts=(*facts, *str(failure).splitlines()), advice=())
 
@@ -138,7 +142,7 @@ def _mesh_words(mesh: MeshSpec, axes: tuple[str, ...]) -> str:
     return " x ".join(f"{axis} {getattr(mesh, axis)}" for axis in axes)
 
 
-def _first_gradients(ground: Ground, checks: Sequence[Check]) -> list[str]:
+def _first_gradients(checks: Sequence[Check]) -> list[str]:
     facts = []
     start = next((check for check in checks if check.kind == "initial weights"), None)
     if start is not None and start.wrong:

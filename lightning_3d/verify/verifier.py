@@ -27,7 +27,8 @@ _log = get_logger(__name__)
 
 AUTO, _WIDE, _PLAIN = "auto", "64-true", "32-true"
 _BF16_ROUNDING = 2.0**-9
-_TRAINER = (
+# Arguments of the Trainer that hold here too.
+TRAINER_OPTIONS = (
     "accumulate_grad_batches",
     "gradient_clip_val",
     "gradient_clip_algorithm",
@@ -72,7 +73,7 @@ def verify(
         layers: Most blocks of each stack that stay; None for all.
         steps: Optimizer steps.
         precision: One of ``PRECISIONS``; ``"auto"`` is fp64, or fp32 for a module that fails in fp64.
-        trainer: Further arguments of the Trainer, such as ``gradient_clip_val``.
+        trainer: Further arguments of the Trainer, some of ``TRAINER_OPTIONS``, such as ``gradient_clip_val``.
         seed: Of every generator.
         timeout_seconds: Time that each training may take, in seconds; its processes are killed then.
 
@@ -164,7 +165,6 @@ class _Case:
             plan=mesh.record.plan_hash,
             not_compared=tuple(never),
             place=place,
-            notes=tuple(self._notes),
         )
 
     def _alone(self) -> tuple[str, Trained]:
@@ -283,9 +283,9 @@ def _check(request: Request, precision: str) -> None:
     for name, value in (("steps", request.steps), ("layers", request.layers)):
         if value is not None and value < 1:
             raise ConfigError(f"{name}={value} is too small.", valid="an integer of at least 1")
-    unknown = [name for name in request.trainer if name not in _TRAINER]
+    unknown = [name for name in request.trainer if name not in TRAINER_OPTIONS]
     if unknown:
-        raise ConfigError(f"trainer options {', '.join(unknown)} are not taken over.", valid=_TRAINER)
+        raise ConfigError(f"trainer options {', '.join(unknown)} are not taken over.", valid=TRAINER_OPTIONS)
 
 
 def _modules_of(*made: Any) -> tuple[str, ...]:

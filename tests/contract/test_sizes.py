@@ -26,6 +26,13 @@ def test_tests_are_short_and_annotated(path: Path) -> None:
     assert [*tails.too_long(text), *tails.global_statements(text), *tails.not_annotated(text)] == []
 
 
+@pytest.mark.parametrize("folder", ["conf", "recipes"])
+def test_lines_of_the_configuration_are_short(folder: str) -> None:
+    files = sorted((ROOT / folder).rglob("*.yaml"))
+    assert [_name(path) for path in files for line in path.read_text().splitlines() if len(line) > 120] == []
+    assert files
+
+
 _LONG_FUNCTION = "def f() -> None:\n" + "    x = 1\n" * 60
 _LONG_CLASS = "class C:\n" + "    x = 1\n" * 350
 

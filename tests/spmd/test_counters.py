@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_3d.counters import CollectiveCounter, LiveBytes, categorise, measure_peak
+from lightning_3d.counters import CollectiveCounter, LiveBytes, Owners, measure_peak
 from tests.spmd.pool import run_spmd
 
 pytestmark = pytest.mark.spmd
@@ -113,7 +113,7 @@ def measured(model: nn.Module, step: Any) -> dict[str, int]:
     step()
     with LiveBytes() as live:
         live.track(model, step.optimizer)
-        report = measure_peak(live, step, lambda: categorise([model], [step.optimizer]))
+        report = measure_peak(live, step, lambda: Owners([model], [step.optimizer])())
         assert report.exact
     return {category.name: size for category, size in report.categories.items()}
 

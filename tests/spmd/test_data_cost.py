@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_3d import Mesh3DPrecision, Mesh3DStrategy
 from lightning_3d.cost import Footprint, Traffic, TrafficRow
-from lightning_3d.counters import Category, CollectiveCounter, LiveBytes, categorise
+from lightning_3d.counters import Category, CollectiveCounter, LiveBytes, Owners
 from lightning_3d.parallel.data.cost import Moment, data_footprint, data_sizes, data_traffic
 from tests.parity.models import Learner, NextToken
 from tests.spmd.fits import Fit, assert_equal_to_one_device, loader, normal, trainer
@@ -130,7 +130,7 @@ class Observer(Callback):
     def _look(self, moment: Moment, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._live is not None:
             assert self._live.current > 0
-            self.found.lived[moment] = self._live.by_category(categorise([pl_module], trainer.optimizers))
+            self.found.lived[moment] = self._live.by_category(Owners([pl_module], trainer.optimizers)())
 
     def _end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self._live is not None

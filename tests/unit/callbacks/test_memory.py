@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_3d.callbacks import MemoryMonitor
 from lightning_3d.errors import ConfigError
@@ -69,6 +70,18 @@ def test_more_than_predicted_is_told_once(capsys: pytest.CaptureFixture[str], ca
     with caplog.at_level("INFO"):
         fitted(MemoryMonitor(predicted_bytes=[1024.0], every_n_steps=1))
     assert sum("1.00 KiB predicted" in record.message for record in caplog.records) == 1
+    assert any(record.message.startswith("memory of rank 0: ") for record in caplog.records)
+
+
+def test_every_rank_tells_of_itself(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 3)
+    monitor = MemoryMonitor()
+    monitor.measured_bytes = 2048
+    for _ in range(2):
+        monitor._tell(1024.0, rank=3)
+    assert [record.message for record in caplog.records] == [
+        "memory of rank 3: 2.00 KiB measured, 1.00 KiB predicted (+100%)"
+    ]
 
 
 @pytest.mark.parametrize("options", [{"predicted_bytes": 0}, {"predicted_bytes": [1, -1]}, {"every_n_steps": 0}])

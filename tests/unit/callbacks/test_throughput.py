@@ -113,6 +113,13 @@ def test_later_epochs_count_from_their_first_batch(tmp_path: Path) -> None:
     assert callback.sample_flops is None
 
 
+def test_every_training_counts(tmp_path: Path) -> None:
+    callback = Throughput()
+    for _ in range(2):
+        _train(_Module(), tmp_path, callback, max_steps=2)
+        assert callback.sample_flops == FLOPS
+
+
 def test_operations_of_manual_optimization_are_those_of_its_forward(tmp_path: Path) -> None:
     callback = Throughput()
     module = _Convolved()

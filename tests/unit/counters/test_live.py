@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_3d.counters import Category, LiveBytes, categorise, measure_peak
+from lightning_3d.counters import Category, LiveBytes, Owners, measure_peak
 
 KIB = 1024
 
@@ -113,7 +113,7 @@ def test_peak_by_category() -> None:
     model, optimizer, step = training()
     with LiveBytes() as live:
         live.track(model, optimizer)
-        report = measure_peak(live, step, lambda: categorise([model], [optimizer]))
+        report = measure_peak(live, step, lambda: Owners([model], [optimizer])())
     assert report.exact
     assert report.categories[Category.PARAMETER] == 8 * KIB
     assert report.categories[Category.OPTIMIZER] == 8 * KIB
@@ -147,7 +147,7 @@ def test_a_peak_before_the_step() -> None:
 
 def test_gradients_have_their_category() -> None:
     model, optimizer, _ = training()
-    owners = categorise([model], [optimizer])
+    owners = Owners([model], [optimizer])()
     assert sorted(owners.values()).count(Category.GRADIENT) == 2
     optimizer.zero_grad()
-    assert Category.GRADIENT not in categorise([model], [optimizer]).values()
+    assert Category.GRADIENT not in Owners([model], [optimizer])().values()

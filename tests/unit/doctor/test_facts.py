@@ -58,3 +58,15 @@ def test_exit_code_is_1_for_a_problem(
     monkeypatch.setattr(doctor, "check_all", lambda _: findings)
     assert doctor.run([]) == code
     assert "ok       a" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("launched", [{"RANK": "1"}, {"SLURM_PROCID": "1"}])
+def test_one_process_of_a_launcher_prints(
+    launched: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(doctor, "gather", lambda: None)
+    monkeypatch.setattr(doctor, "check_all", lambda _: [ok("a")])
+    assert doctor.run([]) == 0
+    assert capsys.readouterr().out == ""

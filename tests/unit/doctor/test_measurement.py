@@ -5,9 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from lightning_3d import doctor
+from lightning_3d.config.compose import compose_run
+from lightning_3d.doctor import measurement as doctor_measurement
 from lightning_3d.doctor import processes, rank
 from lightning_3d.doctor.findings import Level
 from lightning_3d.doctor.measurement import as_cluster, judged, measurement
@@ -32,7 +35,7 @@ def _measured(seconds: dict[str, float], backend: str = "nccl") -> Measured:
             Speed(operation="all_gather", axis=axis, ranks=2, payload=1000, seconds=value / 1000),
         )
     ]
-    return Measured(mesh="a mesh", backend=backend, hosts=1, device=_DEVICE, speeds=tuple(speeds))
+    return Measured(mesh="a mesh", backend=backend, device=_DEVICE, speeds=tuple(speeds))
 
 
 def _topology(per_node: int, **spec: Any) -> Topology:
@@ -161,6 +164,24 @@ def test_a_process_without_a_parent_ends_itself(monkeypatch: pytest.MonkeyPatch)
 def test_what_cannot_be_measured_is_one_error(words: list[str], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         doctor.run(words)
+
+
+@pytest.mark.usefixtures("short")
+@pytest.mark.parametrize(("accelerator", "ranks", "device"), [("cpu", 2, "cpu"), ("auto", 4, "cuda")])
+def test_what_the_accelerator_says_decides_how_many_processes(
+    accelerator: str, ranks: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPUs of the machine, where they are measured; else what the degrees need."""
+
+    def asked(task: Task) -> Measured:
+        assert (task.spec.world, task.device_type) == (ranks, device)
+        raise RunError("enough")
+
+    words = [f"trainer.accelerator={accelerator}", "strategy.tensor_parallel_size=2"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(doctor_measurement, "measure_here", asked)
+    with pytest.raises(RunError, match="enough"):
+        measurement(compose_run(words, config_name="doctor"), 1e9)
 
 
 def test_the_configuration_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

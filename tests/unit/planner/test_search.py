@@ -125,6 +125,17 @@ def test_tensor_degrees_beyond_a_node_are_told_where_there_are_any() -> None:
     assert told(flat) == (False, "8 devices in a node, 300 GB/s; heads 40")
 
 
+@pytest.mark.parametrize(("heads", "names"), [(7, 1), (8, 2)])
+def test_the_rule_is_read_once_where_no_tensor_degree_divides_the_heads(heads: int, names: int) -> None:
+    shape, cluster = DecoderShape(40, 56 * 92, heads, heads, 4 * 56 * 92, 32000, 4096), load_cluster("a100_x8")
+    pricer, space = Pricer(decoder_model(shape), cluster, "bf16_master"), Space(global_size=64)
+    rule = apply_rule(pricer, cluster.devices, space, search(pricer, cluster.devices, space))
+    assert [one.name for one in rule.readings] == [
+        "without a tensor axis",
+        "tensor 8, as the rule's own example reads it",
+    ][:names]
+
+
 def test_a_slow_network_wants_data_ranks_inside_the_node() -> None:
     """The article's fourth step is reversed: a pipeline sends states, the data axis the model."""
     best = searched(LLAMA_13B, "a100_x8_25gbe", 4, 512).best[0]

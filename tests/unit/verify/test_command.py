@@ -6,8 +6,9 @@ import pytest
 
 from lightning_3d.config.compose import compose_run
 from lightning_3d.errors import ConfigError
-from lightning_3d.verify import run
+from lightning_3d.verify import Certificate, run, verifier
 from lightning_3d.verify.command import _prepare
+from lightning_3d.verify.runs import Request
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,16 @@ from lightning_3d.verify.command import _prepare
 def test_impossible_configurations(overrides: list[str], words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=words):
         run([*overrides, f"hydra.run.dir={tmp_path}", "hydra/job_logging=none", "hydra/hydra_logging=none"])
+
+
+def test_the_trainer_options_of_python_are_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(request: Request, precision: str) -> Certificate:
+        raise ConfigError(str(dict(request.trainer)))
+
+    monkeypatch.setattr(verifier, "certify", asked)
+    words = ["trainer.gradient_clip_val=1.0", "+trainer.sync_batchnorm=true", "+trainer.detect_anomaly=true"]
+    with pytest.raises(ConfigError, match=r"'gradient_clip_val': 1\.0.*'sync_batchnorm': True, 'detect_anomaly': True"):
+        run(["recipe=demo", *words, f"hydra.run.dir={tmp_path}", "hydra/job_logging=none", "hydra/hydra_logging=none"])
 
 
 def test_a_launcher_outside_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
