@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
+from lightning_3d.config.devices import asked_devices, smallest_world
 from lightning_3d.config.schema import StrategyConfig, needed_mesh_options
 from lightning_3d.doctor.findings import Finding, note, ok
 from lightning_3d.doctor.processes import measure_here, measure_launched
@@ -60,7 +61,11 @@ def measurement(cfg: DictConfig, memory: float) -> Answer | None:
     config = needed_mesh_options(cfg.strategy, "to measure")
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     gpus = torch.cuda.device_count() if str(cfg.trainer.accelerator) in ("auto", "gpu", "cuda") else 0
-    world = int(os.environ["WORLD_SIZE"]) if launched else _processes(cfg.trainer.devices, config, gpus)
+    if launched:
+        world = int(os.environ["WORLD_SIZE"])
+    else:
+        # Where nothing says how many processes: one for each GPU, or what the degrees need at least.
+        world = asked_devices(cfg.trainer.devices) or gpus or smallest_world(config)
     spec = MeshSpec.of(config, world)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if launched else world
     task = _task(cfg, config, spec, memory / local, "cuda" if gpus else "cpu")
@@ -177,16 +182,6 @@ def write_cluster(cluster: Cluster, path: str | None) -> str:
     except OSError as error:
         raise ConfigError(f"cluster_file={path} cannot be written: {error}") from error
     return f"\ncluster file {file}"
-
-
-def _processes(devices: object, config: StrategyConfig, gpus: int) -> int:
-    """Processes on this machine; where nothing says how many, its GPUs, or what the degrees need at least."""
-    if isinstance(devices, int) and not isinstance(devices, bool) and devices > 0:
-        return devices
-    if devices in ("auto", -1, "-1"):
-        data = config.data_parallel_size if isinstance(config.data_parallel_size, int) else config.data_replicate_size
-        return gpus or data * config.pipeline_parallel_size * config.tensor_parallel_size
-    raise ConfigError(f"trainer.devices={devices} is no number of processes", valid="a number, or auto")
 
 
 def _task(cfg: DictConfig, config: StrategyConfig, spec: MeshSpec, memory: float, device_type: str) -> Task:
