@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, empty
 from torch.optim import Optimizer
 
 from lightning_3d.checkpoint.absent import AbsentTensor
-from lightning_3d.checkpoint.agreement import gather
+from lightning_3d.checkpoint.agreement import DAMAGED, gather
 from lightning_3d.checkpoint.layout import empty_like, is_cut, laid_out, named_parameters
 from lightning_3d.checkpoint.members import Members, all_members, names_of
 from lightning_3d.checkpoint.packed import NO_LAYOUTS, PackedTensor, check_free, packed_like, unpacked
@@ -140,7 +140,7 @@ def destinations(
         if isinstance(value, Mapping) and _TENSOR in value:
             name = value[_TENSOR]
             if name not in stored:
-                raise CheckpointError(f"the checkpoint has no tensor {name}", fix="load another one, this is damaged")
+                raise CheckpointError(f"the checkpoint has no tensor {name}", fix=DAMAGED)
             entry = stored[name]
             parameter = parameters.get(owner)
             into[name] = _destination(owner, parameter, entry.size, entry.properties.dtype, value["distributed"])
