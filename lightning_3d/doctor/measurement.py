@@ -18,12 +18,11 @@ from lightning_3d.doctor.processes import measure_here, measure_launched
 from lightning_3d.doctor.rank import Task
 from lightning_3d.doctor.speeds import Measured
 from lightning_3d.errors import ConfigError
-from lightning_3d.mesh.spec import MeshSpec
+from lightning_3d.mesh.spec import TENSOR_AXIS, MeshSpec
 from lightning_3d.mesh.topology import Topology
 from lightning_3d.planner.cluster import Cluster, Level, cluster_text, measured_cluster
 from lightning_3d.units import format_bytes
 
-_TENSOR = "tensor_parallel"
 # A slower axis than this many times another one is worth a word.
 _APART = 1.5
 
@@ -106,22 +105,22 @@ def judged(measured: Measured, topology: Topology, *, cores: int, threads: str |
 
 def _slow_tensor_axis(measured: Measured, topology: Topology) -> list[Finding]:
     """Tensor ranks exchange activations several times in each block: they need the fastest links."""
-    if _TENSOR not in measured.axes:
+    if TENSOR_AXIS not in measured.axes:
         return []
-    own = measured.bandwidth(_TENSOR)
+    own = measured.bandwidth(TENSOR_AXIS)
     faster = {axis: measured.bandwidth(axis) for axis in measured.axes if measured.bandwidth(axis) > _APART * own}
     if not faster:
         return []
     best = max(faster, key=faster.__getitem__)
     what = (
-        f"{_TENSOR} sends {format_bytes(own)}/s and {best} {format_bytes(faster[best])}/s, but the tensor axis sends "
-        "most often"
+        f"{TENSOR_AXIS} sends {format_bytes(own)}/s and {best} {format_bytes(faster[best])}/s, but the tensor axis "
+        "sends most often"
     )
     order = topology.spec.rank_order
     if order[-1] != "tensor":
         inner = ",".join([*(axis for axis in order if axis != "tensor"), "tensor"])
         return [note(what, f"strategy.rank_order='\"{inner}\"'")]
-    if topology.span(_TENSOR).nodes > 1:
+    if topology.span(TENSOR_AXIS).nodes > 1:
         return [note(what, f"strategy.tensor_parallel_size={topology.devices_per_node} or less, inside a node")]
     return [note(what, "a smaller strategy.tensor_parallel_size, or devices with direct links for it")]
 
