@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 
 from lightning_3d.errors import user_line
 from lightning_3d.graph.stand_ins import without_values
-from lightning_3d.log import get_logger, info_once
+from lightning_3d.log import get_logger, info_on_first_rank
 from lightning_3d.parallel.pipeline.record.flops import CountsFlops
 
 _log = get_logger(__name__)
@@ -39,6 +39,6 @@ def sample_flops(module: LightningModule, args: tuple[Any, ...], step: Callable[
         samples = extract_batch_size(args[0])
     except Exception as error:
         # Whatever a user's step does without values, a figure in the log is no reason to end a training.
-        info_once(_log, f"operations are not counted: {type(error).__name__}: {error} ({user_line(error)})")
+        info_on_first_rank(_log, f"operations are not counted: {type(error).__name__}: {error} ({user_line(error)})")
         return None
     return _PASSES * sum(counts) / samples
