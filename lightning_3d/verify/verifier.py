@@ -18,7 +18,7 @@ from lightning_3d.mesh.spec import AXIS_KEYS
 from lightning_3d.precision import PRECISIONS
 from lightning_3d.strategy import Mesh3DStrategy
 from lightning_3d.verify.certificate import Certificate, Place, Setting
-from lightning_3d.verify.comparison import FP32, FP64, Bounds, compare, not_finite, reduced, unlike
+from lightning_3d.verify.comparison import EXACT, FP32, FP64, Bounds, compare, not_finite, reduced, unlike
 from lightning_3d.verify.runs import Request, Runs, Trained
 from lightning_3d.verify.search import Ground, place_alone, place_of_failure, place_on_mesh
 from lightning_3d.verify.subject import GivenSubject
@@ -188,19 +188,13 @@ class _Case:
                 return FP64
             name, place = next(iter(narrow.items()))
             where = f"'{place}' computes in {name}"
-            return Bounds(
-                name=f"fp32, since {where} inside",
-                scalar=FP32.scalar,
-                gradient=FP32.gradient,
-                parameter=FP32.parameter,
-            )
+            return replace(FP32, name=f"fp32, since {where} inside")
         _log.info("verify: one device in fp32, to measure how far %s is off", precision)
         in_fp32 = self._runs.alone(_PLAIN)
         tensor = self._runs.request.mesh.tensor > 1
         # Each rank rounds its summands: a loss that is off by less than one rounding cannot be told from luck.
         least = _BF16_ROUNDING if tensor else 0.0
-        exact = Bounds(name="", scalar=0.0, gradient=0.0, parameter=0.0)
-        return reduced(precision, compare(alone.record, in_fp32.record, exact), least_scalar=least)
+        return reduced(precision, compare(alone.record, in_fp32.record, EXACT), least_scalar=least)
 
     def _certificate(self, precision: str, alone: Trained) -> Certificate:
         request, told = self._runs.request, self._runs.told
@@ -242,17 +236,19 @@ def _random(draws: Mapping[str, int]) -> str:
 
 def _told(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options that differ from their defaults; the stage of ZeRO in any case."""
+    return {"zero_stage": options.get("zero_stage", StrategyConfig.zero_stage), **_unusual(options)}
+
+
+def _unusual(options: Mapping[str, Any]) -> dict[str, Any]:
     default = asdict(StrategyConfig())
-    found = {name: value for name, value in options.items() if value != default[name]}
-    return {"zero_stage": options.get("zero_stage", default["zero_stage"]), **found}
+    return {name: value for name, value in options.items() if value != default[name]}
 
 
 def _options(strategy: Any) -> dict[str, Any]:
     if strategy is None:
         return {}
     if isinstance(strategy, Mesh3DStrategy):
-        default = asdict(StrategyConfig())
-        return {name: value for name, value in asdict(strategy.config).items() if value != default[name]}
+        return _unusual(asdict(strategy.config))
     if isinstance(strategy, Mapping):
         StrategyConfig.from_mapping(strategy)
         return dict(strategy)
