@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from types import MappingProxyType
 
 from lightning_3d.units import format_bytes
-
-# Ring algorithms: what each rank sends, as a share of the payload, times (n - 1) / n.
-_PASSES: Mapping[str, int] = MappingProxyType({"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1})
+from lightning_3d.wire import HEAD, row_text, wire_factor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,14 +62,10 @@ class TrafficRow:
     @property
     def wire(self) -> float:
         """Bytes that one rank sends, in a ring of the group."""
-        passes = _PASSES.get(self.operation)
-        return self.payload if passes is None else passes * self.payload * (self.group_size - 1) / self.group_size
+        return self.payload * wire_factor(self.operation, self.group_size)
 
     def __str__(self) -> str:
-        return (
-            f"{self.operation:<15} {self.axis:<18} {self.group_size:>6} {self.calls:>7} "
-            f"{format_bytes(self.payload):>12} {format_bytes(self.wire):>12}"
-        )
+        return row_text(self.operation, self.axis, self.group_size, self.calls, self.payload, self.wire)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,5 +98,4 @@ class Traffic:
         return Traffic(rows=tuple(merged.values()))
 
     def __str__(self) -> str:
-        head = f"{'operation':<15} {'axis':<18} {'ranks':>6} {'calls':>7} {'payload':>12} {'sent/rank':>12}"
-        return "\n".join([head, *map(str, self.rows)])
+        return "\n".join([HEAD, *map(str, self.rows)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from traceback import walk_stack, walk_tb
@@ -85,15 +85,15 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
-def few(names: Sequence[str]) -> str:
-    """Returns the first five names as text."""
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+def few_and_more(names: Iterable[str], most: int = 8) -> str:
+    """Returns the first names as text, and how many more there are.
 
-
-def few_and_more(names: Iterable[str]) -> str:
-    """Returns the first eight names as text, and how many more there are."""
+    Args:
+        names: The names.
+        most: How many of them are told.
+    """
     listed = [*names]
-    return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
+    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
 
 
 def user_line(error: BaseException | None = None) -> str:

@@ -31,74 +31,51 @@ class PipelineShare:
     device: torch.device
 
 
-def total_norm(
-    parameters: Iterable[Tensor],
-    *,
-    group: dist.ProcessGroup | None,
-    norm_type: float = 2.0,
-    share: PipelineShare | None = None,
-) -> Tensor:
-    """Returns the norm of all gradients as one vector, equal on every rank.
-
-    One scalar all-reduce, and none where every rank holds whole gradients. An element that r ranks hold counts 1/r on
-    each of them, so that the sum over the world counts it once.
-
-    Args:
-        parameters: The parameters whose gradients count; a tied one stands in it once.
-        group: The whole mesh; None in a single process.
-        norm_type: p of the p-norm; ``inf`` is the largest absolute value.
-        share: Says that other pipeline ranks have other parameters.
-
-    Returns:
-        A tensor without dims, on the device of the gradients (of the group's backend where those are offloaded). In a
-        pipeline it is fp64, since a rank does not know what others have.
-    """
-    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
-    return _norm(with_gradient, local_gradients(with_gradient), group, norm_type, share)
-
-
-def _norm(
-    parameters: list[Tensor],
-    locals_: list[Tensor],
-    group: dist.ProcessGroup | None,
-    norm_type: float,
-    share: PipelineShare | None,
-) -> Tensor:
-    if group is None or (share is None and not any(_is_cut(parameter) for parameter in parameters)):
-        return nn.utils.get_total_norm(locals_, norm_type)
-    dtype = _wide(locals_) if share is None else torch.float64
-    device = _reduction_device(locals_, group) if share is None else share.device
-    if norm_type == float("inf"):
-        largest = nn.utils.get_total_norm(locals_, norm_type).to(device=device, dtype=dtype)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        return largest
-    total = torch.zeros((), dtype=dtype, device=device)
-    for weight, part in _by_weight(parameters, locals_, group.size(), share):
-        norm = nn.utils.get_total_norm(part, norm_type)
-        total += weight * norm.to(total) ** norm_type
-    dist.all_reduce(total, group=group)
-    return total ** (1.0 / norm_type)
-
-
 def clip_by_norm(
     parameters: Sequence[Tensor],
     max_norm: float,
     *,
     group: dist.ProcessGroup | None,
-    norm_type: float = 2.0,
     share: PipelineShare | None = None,
 ) -> Tensor:
     """Scales all gradients so that their norm is at most ``max_norm``; returns the norm before.
 
-    The factor is torch's: max_norm / (norm + 1e-6), at most 1.
+    One scalar all-reduce, and none where every rank holds whole gradients. An element that r ranks hold counts 1/r on
+    each of them, so that the sum over the world counts it once. The factor is torch's: max_norm / (norm + 1e-6), at
+    most 1.
+
+    Args:
+        parameters: The parameters whose gradients count; a tied one stands in it once.
+        max_norm: The largest norm that stays; ``inf`` leaves the gradients as they are.
+        group: The whole mesh; None in a single process.
+        share: Says that other pipeline ranks have other parameters.
+
+    Returns:
+        The norm of all gradients as one vector, equal on every rank: a tensor without dims, on the device of the
+        gradients (of the group's backend where those are offloaded). In a pipeline it is fp64, since a rank does not
+        know what others have.
     """
     with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
     locals_ = local_gradients(with_gradient)
-    norm = _norm(with_gradient, locals_, group, norm_type, share)
+    norm = _norm(with_gradient, locals_, group, share)
     if locals_:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         _scale(locals_, factor)
     return norm
+
+
+def _norm(
+    parameters: list[Tensor], locals_: list[Tensor], group: dist.ProcessGroup | None, share: PipelineShare | None
+) -> Tensor:
+    if group is None or (share is None and not any(_is_cut(parameter) for parameter in parameters)):
+        return nn.utils.get_total_norm(locals_)
+    dtype = _wide(locals_) if share is None else torch.float64
+    device = _reduction_device(locals_, group) if share is None else share.device
+    total = torch.zeros((), dtype=dtype, device=device)
+    for weight, part in _by_weight(parameters, locals_, group.size(), share):
+        total += weight * nn.utils.get_total_norm(part).to(total) ** 2
+    dist.all_reduce(total, group=group)
+    return total**0.5
 
 
 def clip_by_value(parameters: Iterable[Tensor], value: float) -> None:

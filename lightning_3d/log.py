@@ -1,9 +1,10 @@
-"""Logging for many processes: one logger per module, spoken by rank 0 unless asked otherwise."""
+"""Logging for many processes: every rank may speak; what all of them would say, rank 0 says alone."""
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,15 +21,16 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def process_rank() -> int:
-    """Returns this process' rank as the launcher set it, before any process group exists; 0 when alone."""
-    for variable in _RANK_VARIABLES:
-        value = os.environ.get(variable)
-        if value is not None and value.isdigit():
-            return int(value)
-    return 0
+    """Returns this process' rank: as a strategy has set it, before that as the launcher did; 0 when alone."""
+    # Variables of a launcher begin anew on each node, or are those of the process that a strategy has started others
+    # from. Lightning is not imported for this.
+    known = sys.modules.get("lightning_utilities.core.rank_zero")
+    rank = 0 if known is None else int(getattr(known.rank_zero_only, "rank", 0))
+    values = (os.environ.get(variable, "") for variable in _RANK_VARIABLES)
+    return rank or next((int(value) for value in values if value.isdigit()), 0)
 
 
-def info_once(logger: logging.Logger, message: str) -> None:
+def info_on_first_rank(logger: logging.Logger, message: str) -> None:
     """Logs ``message`` at level INFO on rank 0 alone."""
     if process_rank() == 0:
         logger.info(message)

@@ -96,6 +96,16 @@ class Mesh3DPrecision(Precision):
         """Whether parameters are cast as they gather, so that an engine must gather them even on one rank."""
         return bool(self.precision == _MASTER)
 
+    def step_context(self, stage: str) -> AbstractContextManager[Any]:
+        """Returns the context of a step: of "training", "validation", "test" or "predict"."""
+        contexts = {
+            "training": self.train_step_context,
+            "validation": self.val_step_context,
+            "test": self.test_step_context,
+            "predict": self.predict_step_context,
+        }
+        return contexts[stage]()
+
     def fsdp_policy(self) -> MixedPrecisionPolicy:
         """Returns FSDP2's dtypes of gathered parameters and of reductions."""
         if not self.shards_cast:

@@ -37,8 +37,9 @@ def format_flops(per_second: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Returns a number of things, e.g. ``1 node``, ``2 nodes``."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    """Returns a number of things, e.g. ``1 node``, ``2 nodes``, ``3 batches``."""
+    plural = f"{noun}es" if noun.endswith(("s", "x", "ch", "sh")) else f"{noun}s"
+    return f"{count} {noun if count == 1 else plural}"
 
 
 def format_seconds(seconds: float) -> str:

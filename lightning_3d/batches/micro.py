@@ -10,12 +10,9 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.data import extract_batch_size
 
 from lightning_3d.batches.split import slice_sizes, split_batch, split_by_module
+from lightning_3d.config.batch import MICROBATCHES_PER_RANK
 from lightning_3d.config.schema import StrategyConfig
 from lightning_3d.errors import BatchError
-
-# Micro-batches for each rank of a pipeline where nothing is said. Of m micro-batches on p ranks a step waits (p - 1) /
-# (m + p - 1) of its time (Huang et al. 2019, "GPipe", 3.2): less than a fifth for m = 4 p.
-_OF_EACH_RANK = 4
 
 
 class MicroBatches:
@@ -41,7 +38,7 @@ class MicroBatches:
         asked = config.num_microbatches if isinstance(config.num_microbatches, int) else None
         if config.micro_batch_size is None and (asked == 1 or (asked is None and not self._pipelined)):
             return (1,)
-        count = asked or (_OF_EACH_RANK * config.pipeline_parallel_size if self._pipelined else 1)
+        count = asked or (MICROBATCHES_PER_RANK * config.pipeline_parallel_size if self._pipelined else 1)
         size = self._size(batch)
         if size is None:
             return (1,) * count

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.log import get_logger
+from lightning_3d.mesh.spec import PIPELINE_AXIS
 from lightning_3d.units import format_bytes
 
 _log = get_logger(__name__)
@@ -85,7 +86,7 @@ class MemoryMonitor(Callback):
         if not isinstance(found, list):
             return found
         mesh: Any = getattr(trainer.strategy, "device_mesh", None)
-        rank = 0 if mesh is None else mesh.get_local_rank("pipeline_parallel")
+        rank = 0 if mesh is None else mesh.get_local_rank(PIPELINE_AXIS)
         if rank >= len(found):
             raise ConfigError(
                 f"MemoryMonitor has {len(found)} predictions, and this is pipeline rank {rank}.",

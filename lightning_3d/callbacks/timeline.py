@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +80,10 @@ class PipelineTimeline(Callback):
         _log.info("%s", text)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "timeline.txt").write_text(f"{text}\n")
-        if find_spec("matplotlib") is None:
-            _log.info("no timeline.png: matplotlib is not installed, lightning-3d[plot] brings it")
+        try:
+            times.save_png(folder / "timeline.png")
+        except ConfigError as error:
+            # A picture less is no reason to end a training.
+            _log.info("no timeline.png: %s", error)
             return
-        times.save_png(folder / "timeline.png")
         _log.info("timeline %s", folder / "timeline.png")

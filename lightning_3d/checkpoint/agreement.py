@@ -11,6 +11,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_3d.errors import CheckpointError, Lightning3DError
 
+# What a user can do where a checkpoint cannot be read.
+DAMAGED = "load another checkpoint, this one is damaged"
+
 T = TypeVar("T")
 
 

@@ -26,7 +26,7 @@ from torch.futures import Future
 
 from lightning_3d.checkpoint.sources import Form, TensorSource
 from lightning_3d.checkpoint.tensors import read_tensors
-from lightning_3d.errors import CheckpointError, few
+from lightning_3d.errors import CheckpointError, few_and_more
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -80,7 +80,7 @@ class HuggingFaceTensors(TensorSource):
         lost = [name for name in listed if name not in forms]
         if lost:
             raise CheckpointError(
-                f"the index of {path} names {len(lost)} tensors that are not in their files ({few(lost)})",
+                f"the index of {path} names {len(lost)} tensors that are not in their files ({few_and_more(lost)})",
                 fix=_DAMAGED,
             )
         self.forms: Mapping[str, Form] = forms

@@ -17,12 +17,12 @@ from torch.distributed.tensor import Replicate, empty
 from torch.optim import Optimizer
 
 from lightning_3d.checkpoint.absent import AbsentTensor
-from lightning_3d.checkpoint.agreement import gather
+from lightning_3d.checkpoint.agreement import DAMAGED, gather
 from lightning_3d.checkpoint.layout import empty_like, is_cut, laid_out, named_parameters
 from lightning_3d.checkpoint.members import Members, all_members, names_of
 from lightning_3d.checkpoint.packed import NO_LAYOUTS, PackedTensor, check_free, packed_like, unpacked
 from lightning_3d.checkpoint.stored import StoredTensor
-from lightning_3d.errors import CheckpointError, few
+from lightning_3d.errors import CheckpointError, few_and_more
 from lightning_3d.shards.absent import form_of
 from lightning_3d.shards.layout import Layout
 from lightning_3d.shards.presence import Presence
@@ -140,7 +140,7 @@ def destinations(
         if isinstance(value, Mapping) and _TENSOR in value:
             name = value[_TENSOR]
             if name not in stored:
-                raise CheckpointError(f"the checkpoint has no tensor {name}", fix="load another one, this is damaged")
+                raise CheckpointError(f"the checkpoint has no tensor {name}", fix=DAMAGED)
             entry = stored[name]
             parameter = parameters.get(owner)
             into[name] = _destination(owner, parameter, entry.size, entry.properties.dtype, value["distributed"])
@@ -237,8 +237,8 @@ def _check_names(mine: Sequence[str], saved: Sequence[str], where: str) -> None:
     absent = [name for name in mine if name not in of_saved]
     strange = [name for name in saved if name not in of_mine]
     if absent or strange:
-        parts = [f"{len(absent)} without saved state ({few(absent)})"] if absent else []
-        parts += [f"{len(strange)} saved ones that it does not step ({few(strange)})"] if strange else []
+        parts = [f"{len(absent)} without saved state ({few_and_more(absent)})"] if absent else []
+        parts += [f"{len(strange)} saved ones that it does not step ({few_and_more(strange)})"] if strange else []
         raise CheckpointError(
             f"{where} steps other parameters than the saved one: {', '.join(parts)}",
             fix="freeze and group parameters as in the saved run, or start a new run from the weights alone",

@@ -24,6 +24,7 @@ from lightning_3d.checkpoint.store import MODULE_KEY
 from lightning_3d.errors import CheckpointError, few_and_more
 from lightning_3d.graph.parameters import class_name
 from lightning_3d.shards.layout import Layout
+from lightning_3d.units import format_bytes
 
 # Where Lightning's FSDPStrategy keeps the module in a directory.
 _FSDP_KEY = "model"
@@ -69,7 +70,7 @@ class PretrainedReport:
     unexpected: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.count} tensors ({self.nbytes / 2**20:.1f} MiB) were read from {self.path}, {self.matching}"
+        return f"{self.count} tensors ({format_bytes(self.nbytes)}) were read from {self.path}, {self.matching}"
 
     @property
     def unmatched(self) -> str:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
 from lightning_3d.checkpoint.absent import present
-from lightning_3d.checkpoint.agreement import together
+from lightning_3d.checkpoint.agreement import DAMAGED, together
 from lightning_3d.checkpoint.containers import from_plain
 from lightning_3d.checkpoint.files import is_remote, local_path, resolve
 from lightning_3d.checkpoint.generators import set_random_state
@@ -35,7 +35,6 @@ from lightning_3d.errors import CheckpointError
 from lightning_3d.shards.layout import Layout
 from lightning_3d.shards.presence import Presence
 
-_DAMAGED = "load another checkpoint, this one is damaged"
 _OF_MODULE = f"{MODULE_KEY}."
 
 
@@ -103,7 +102,7 @@ def open_checkpoint(
         CheckpointError: On every rank: the path does not exist, is unfinished or damaged, or needs unpickling.
     """
     plain = weights_only is not False
-    with together(group, f"open the checkpoint {path}", _DAMAGED):
+    with together(group, f"open the checkpoint {path}", DAMAGED):
         remote = is_remote(path)
         folder = finished_folder(str(path)) if remote and reader is None else None
         if folder is not None:
@@ -192,7 +191,7 @@ def load_optimizers(
         for optimizer, known in zip(optimizers, recorded or [()] * len(optimizers), strict=True)
     ]
     into: dict[str, Tensor] = {}
-    with together(group, f"match the optimizers of {stored.path}", _DAMAGED):
+    with together(group, f"match the optimizers of {stored.path}", DAMAGED):
         states = [
             matched(_by_name(stored, index, members), members, members_of(module, optimizer), f"optimizer {index}")
             for index, (optimizer, members) in enumerate(zip(optimizers, everyone, strict=True))
@@ -293,7 +292,7 @@ def _open_folder(path: Path | str, weights_only: bool) -> StoredCheckpoint:
         source = BytesIO(read_file(f"{path}/{META_FILE}")) if isinstance(path, str) else path / META_FILE
         metadata, ours = _split_ours(path, _torch_load(source, weights_only, f"{path}/{META_FILE}"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is no finished checkpoint: it has no {META_FILE}", fix=_DAMAGED) from error
+        raise CheckpointError(f"{path} is no finished checkpoint: it has no {META_FILE}", fix=DAMAGED) from error
     return StoredCheckpoint(
         path=path,
         metadata=metadata,
@@ -350,7 +349,7 @@ def _split_ours(path: Path | str, content: dict[str, Any]) -> tuple[dict[str, An
             "about": ours.get("about", {}),
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"the metadata of {path} are damaged: {error!r}", fix=_DAMAGED) from error
+        raise CheckpointError(f"the metadata of {path} are damaged: {error!r}", fix=DAMAGED) from error
 
 
 def _torch_load(source: Path | BytesIO, weights_only: bool, path: str) -> Any:
@@ -362,14 +361,14 @@ def _torch_load(source: Path | BytesIO, weights_only: bool, path: str) -> Any:
         raise
     except pickle.UnpicklingError as error:
         if not weights_only:
-            raise CheckpointError(f"{path} cannot be read: {error}", fix=_DAMAGED) from error
+            raise CheckpointError(f"{path} cannot be read: {error}", fix=DAMAGED) from error
         reason = next((line for line in str(error).splitlines() if "GLOBAL" in line), str(error).splitlines()[0])
         raise CheckpointError(
             f"{path} holds more than plain data, which is not loaded unasked: {reason.strip()}",
             fix="if you trust who wrote it: trainer.fit(..., ckpt_path=..., weights_only=False)",
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError, LookupError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", fix=_DAMAGED) from error
+        raise CheckpointError(f"{path} cannot be read: {error}", fix=DAMAGED) from error
 
 
 def _empty(entry: TensorStorageMetadata) -> Tensor:

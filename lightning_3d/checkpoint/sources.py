@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
-from lightning_3d.checkpoint.agreement import together
+from lightning_3d.checkpoint.agreement import DAMAGED, together
 from lightning_3d.checkpoint.layout import fill
 from lightning_3d.checkpoint.tensors import IndexReader, read_tensors
 
@@ -133,7 +133,7 @@ class MappedTensors(TensorSource):
 
     def read(self, into: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
         """See the base class."""
-        with together(group, f"read the checkpoint {self.path}", "load another checkpoint, this one is damaged"):
+        with together(group, f"read the checkpoint {self.path}", DAMAGED):
             for name, target in into.items():
                 fill(target, self._tensors[name])
 

@@ -29,7 +29,7 @@ from lightning_3d.checkpoint.optimizers import group_names, indexed, split
 from lightning_3d.checkpoint.packed import NO_LAYOUTS
 from lightning_3d.checkpoint.remote import remote_folder, write_file
 from lightning_3d.checkpoint.tensors import write_tensors
-from lightning_3d.log import get_logger, info_once
+from lightning_3d.log import get_logger, info_on_first_rank
 from lightning_3d.shards.layout import Layout
 from lightning_3d.shards.presence import Presence
 
@@ -139,7 +139,9 @@ def save(
     target = local_path(path)
     disk = find_disk(target.parent, group)
     if not disk.shared:
-        info_once(_log, f"{target.parent} is {len(disk.leaders)} separate disks: each gets a complete checkpoint")
+        info_on_first_rank(
+            _log, f"{target.parent} is {len(disk.leaders)} separate disks: each gets a complete checkpoint"
+        )
     if distributed:
         _save_directory(target, state, disk, group, background)
     else:

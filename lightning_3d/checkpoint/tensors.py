@@ -23,10 +23,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 
-from lightning_3d.checkpoint.agreement import together
+from lightning_3d.checkpoint.agreement import DAMAGED, together
 from lightning_3d.errors import CheckpointError
 
-_READING_FIX = "load another checkpoint, this one is damaged"
 _INDEX_CLASSES: Mapping[str, tuple[str, ...]] = {
     "torch.distributed.checkpoint.metadata": (
         "Metadata",
@@ -86,7 +85,7 @@ def read_tensors(
         CheckpointError: On every rank, if any rank could not read.
     """
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with together(group, f"read the checkpoint {directory}", _READING_FIX), _alone_is_meant():
+    with together(group, f"read the checkpoint {directory}", DAMAGED), _alone_is_meant():
         load(
             dict(into),
             storage_reader=reader or IndexReader(directory),
@@ -108,7 +107,7 @@ def read_values(directory: Path, names: Sequence[str], planner: LoadPlanner) -> 
         CheckpointError: They cannot be read.
     """
     values: dict[str, Any] = dict.fromkeys(names)
-    with together(None, f"read the checkpoint {directory}", _READING_FIX), _alone_is_meant():
+    with together(None, f"read the checkpoint {directory}", DAMAGED), _alone_is_meant():
         load(values, storage_reader=IndexReader(directory), planner=planner, no_dist=True)
     return values
 
@@ -179,16 +178,16 @@ class IndexReader(FileSystemReader):
                 index = _IndexUnpickler(stream).load()
         except FileNotFoundError as error:
             raise CheckpointError(
-                f"{self.path} is no finished checkpoint: it has no index (.metadata)", fix=_READING_FIX
+                f"{self.path} is no finished checkpoint: it has no index (.metadata)", fix=DAMAGED
             ) from error
         except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, IndexError) as error:
-            raise CheckpointError(f"{path} is not the index of a checkpoint: {error}", fix=_READING_FIX) from error
+            raise CheckpointError(f"{path} is not the index of a checkpoint: {error}", fix=DAMAGED) from error
         if not isinstance(index, Metadata):
-            raise CheckpointError(f"{path} is not the index of a checkpoint", fix=_READING_FIX)
+            raise CheckpointError(f"{path} is not the index of a checkpoint", fix=DAMAGED)
         try:
             names = {str(entry.relative_path) for entry in (index.storage_data or {}).values()}
         except AttributeError as error:
-            raise CheckpointError(f"{path} is not the index of a checkpoint: {error}", fix=_READING_FIX) from error
+            raise CheckpointError(f"{path} is not the index of a checkpoint: {error}", fix=DAMAGED) from error
         for name in sorted(names):
             if not _is_inside(self.path if isinstance(self.path, str) else Path(self.path), name):
                 raise CheckpointError(

@@ -16,7 +16,7 @@ from lightning_3d.checkpoint.gathering import gather_whole
 from lightning_3d.checkpoint.layout import canonical, laid_out, module_tensors
 from lightning_3d.checkpoint.packed import NO_LAYOUTS, unpacked
 from lightning_3d.checkpoint.report import LoadedPart
-from lightning_3d.errors import CheckpointError, few
+from lightning_3d.errors import CheckpointError, few_and_more
 from lightning_3d.graph.parameters import class_name
 from lightning_3d.shards.absent import form_of
 from lightning_3d.shards.layout import Layout
@@ -164,7 +164,7 @@ def _misfit(
         "unexpected": [name for name in state if name not in expected],
         "of another shape": list(shapes.values()),
     }
-    found = [f"{len(names)} {kind} ({few(sorted(names))})" for kind, names in kinds.items() if names]
+    found = [f"{len(names)} {kind} ({few_and_more(sorted(names))})" for kind, names in kinds.items() if names]
     strict_fix = "load the checkpoint of this model, or let it load in part: LightningModule.strict_loading = False"
     return CheckpointError(
         f"the checkpoint does not fit {class_name(module)}: {', '.join(found) or error}",

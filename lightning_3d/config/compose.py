@@ -76,6 +76,23 @@ def command_words(arguments: Sequence[str]) -> tuple[list[str], Path | None, boo
     return overrides, directory, shows
 
 
+def composed(arguments: Sequence[str], verb: str) -> DictConfig | None:
+    """Returns the configuration of a verb that runs no job of Hydra's; None if it was to be shown alone, and was.
+
+    Args:
+        arguments: Hydra's overrides, ``--config-dir DIRECTORY``, and ``--cfg job`` to show the configuration alone.
+        verb: The verb, which its main file is named after.
+
+    Raises:
+        ConfigError: Hydra cannot compose it.
+    """
+    overrides, directory, shows = command_words(arguments)
+    cfg = compose_run(overrides, config_name=verb, config_dir=directory)
+    if shows:
+        print(OmegaConf.to_yaml(cfg), end="")
+    return None if shows else cfg
+
+
 def run_hydra(task: Callable[[DictConfig], Any], arguments: Sequence[str], *, config_name: str = "train") -> None:
     """Runs a task under Hydra: once, or once for each job of a sweep.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_3d.errors import nearest
 
-AXES = ("data", "pipeline", "tensor")
+AXIS_KEYS = ("data", "pipeline", "tensor")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +81,7 @@ def _is_positive(value: object) -> bool:
 
 
 def _is_axis_order(value: object) -> bool:
-    return isinstance(value, str) and sorted(value.split(",")) == sorted(AXES)
+    return isinstance(value, str) and sorted(value.split(",")) == sorted(AXIS_KEYS)
 
 
 COUNT = integer(1)
@@ -95,4 +95,4 @@ NAMES = Rule(
     accepts=lambda value: TEXT.accepts(value) or _is_list_of(value, TEXT.accepts),
 )
 STYLES = Rule(valid="a mapping of globs to styles", accepts=_is_style_map)
-AXIS_ORDER = Rule(valid=f"{', '.join(AXES)} in some order, separated by commas alone", accepts=_is_axis_order)
+AXIS_ORDER = Rule(valid=f"{', '.join(AXIS_KEYS)} in some order, separated by commas alone", accepts=_is_axis_order)

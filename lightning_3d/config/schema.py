@@ -30,6 +30,8 @@ NEW_PROGRAMS, IN_NOTEBOOKS = "popen", "fork"
 START_METHODS = (NEW_PROGRAMS, "spawn", IN_NOTEBOOKS, "forkserver")
 V_SCHEDULES = ("zbvzerobubble", "dualpipev")
 SCHEDULES = (*ONE_STAGE_SCHEDULES, "loopedbfs", "interleaved1f1b", "interleavedzerobubble", *V_SCHEDULES)
+# Kinds of activation checkpointing, from what keeps most to what keeps least.
+KEPT_KINDS = ("none", "selective", "full")
 
 # The ``_target_`` of the strategy that has a mesh.
 MESH_STRATEGY = "lightning_3d.Mesh3DStrategy"
@@ -97,7 +99,7 @@ class StrategyConfig:
     replay: bool = field(default=True, metadata={"rule": FLAG})
     layout_free_random: bool = field(default=True, metadata={"rule": FLAG})
     tensor_random: str = field(default="derived", metadata={"rule": one_of("derived", "exact")})
-    activation_checkpointing: str = field(default="none", metadata={"rule": one_of("none", "selective", "full")})
+    activation_checkpointing: str = field(default="none", metadata={"rule": one_of(*KEPT_KINDS)})
     compile: bool = field(default=False, metadata={"rule": FLAG})
     uneven: str = field(default="stop", metadata={"rule": one_of("stop", "error")})
     on_nonfinite: str = field(default="none", metadata={"rule": one_of("none", "skip", "raise")})
@@ -235,8 +237,35 @@ def _refuse(problems: list[str]) -> None:
     raise ConfigError(f"impossible option{'s' if many else ''} of Mesh3DStrategy:{listed}")
 
 
-def strategy_options(strategy: DictConfig) -> dict[str, Any]:
-    """Returns the options in a configuration's node of the strategy, without Hydra's own keys."""
+def mesh_options(strategy: DictConfig) -> StrategyConfig | None:
+    """Returns the options in a configuration's node of the strategy; None if that strategy has no mesh.
+
+    Raises:
+        ConfigError: An option does not exist or has an impossible value.
+    """
+    if strategy.get("_target_") != MESH_STRATEGY:
+        return None
     values = OmegaConf.to_container(strategy, resolve=True)
     assert isinstance(values, dict)
-    return {str(name): value for name, value in values.items() if not str(name).startswith("_")}
+    # Others are Hydra's own.
+    return StrategyConfig.from_mapping({str(key): values[key] for key in values if not str(key).startswith("_")})
+
+
+def needed_mesh_options(strategy: DictConfig, purpose: str) -> StrategyConfig:
+    """Returns the options in a configuration's node of the strategy.
+
+    Args:
+        strategy: The node.
+        purpose: What the mesh is needed for, after "has no mesh".
+
+    Raises:
+        ConfigError: The strategy has no mesh, or an option does not exist or has an impossible value.
+    """
+    options = mesh_options(strategy)
+    if options is None:
+        raise ConfigError(
+            f"strategy._target_={strategy.get('_target_')} has no mesh {purpose}.",
+            valid=MESH_STRATEGY,
+            fix="strategy=default",
+        )
+    return options

@@ -18,6 +18,7 @@ from lightning_3d.convert.safetensors_files import Export, choose, save_files
 from lightning_3d.convert.torch_file import save_streamed
 from lightning_3d.convert.wish import FORMS, MESH, SAFETENSORS, TORCH, Wish, place_for
 from lightning_3d.errors import CheckpointError, few_and_more
+from lightning_3d.units import counted, format_bytes
 
 _ALREADY: Mapping[Kind, str] = {Kind.MESH: MESH, Kind.FILE: TORCH}
 
@@ -76,7 +77,7 @@ def _to_checkpoint(contents: Contents, out: Path, wish: Wish, progress: Progress
     count = len(state.optimizers or ())
     if not count:
         return [*lines, "  no optimizer: training can start from it, and not be resumed"]
-    return [*lines, f"  {count} optimizer with its state" if count == 1 else f"  {count} optimizers with their state"]
+    return [*lines, f"  {counted(count, 'optimizer')} with {'its' if count == 1 else 'their'} state"]
 
 
 def _to_safetensors(contents: Contents, out: Path, wish: Wish, progress: Progress) -> list[str]:
@@ -85,7 +86,7 @@ def _to_safetensors(contents: Contents, out: Path, wish: Wish, progress: Progres
     disk = find_disk(out.parent, None)
     with atomic_path(out, disk, None, directory=True) as temporary:
         files = save_files(export, temporary, wish.size)
-    line = f"{_written(contents, out, export.tensors.values())}, in {files} file{'s' if files > 1 else ''}"
+    line = f"{_written(contents, out, export.tensors.values())}, in {counted(files, 'file')}"
     return [line, *_said(export, guessed=wish.prefix is None)]
 
 
@@ -107,7 +108,7 @@ def _said(export: Export, *, guessed: bool) -> list[str]:
 def _written(contents: Contents, out: Path, values: Iterable[object]) -> str:
     unique = {id(value) for value in values if isinstance(value, Tensor)}
     size = sum(path.stat().st_size for path in (out.rglob("*") if out.is_dir() else [out]) if path.is_file())
-    return f"{out}: {len(unique)} tensors of {contents.path.name} ({contents.kind.value}), {size / 2**20:.1f} MiB"
+    return f"{out}: {len(unique)} tensors of {contents.path.name} ({contents.kind.value}), {format_bytes(size)}"
 
 
 def _nbytes(*trees: object) -> int:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_3d.counters.tensors import total_bytes
-from lightning_3d.units import format_bytes
+from lightning_3d.wire import HEAD, row_text, wire_factor
 
 # The autograd namespace is left out: each of its operations calls one of these.
 _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
@@ -53,7 +53,7 @@ class CollectiveRow:
         calls: Number of calls.
         payload: Bytes of the whole tensors: gathered, or before they are scattered.
         wire: Bytes that one rank sends, in a ring: payload x (n - 1) / n, twice that for an all-reduce, the payload
-            itself for rooted operations and between two ranks.
+            itself for rooted operations and between two ranks; nothing in a group of one.
     """
 
     operation: str
@@ -64,10 +64,7 @@ class CollectiveRow:
     wire: float
 
     def __str__(self) -> str:
-        return (
-            f"{self.operation:<15} {self.axis:<18} {self.group_size:>6} {self.calls:>7} "
-            f"{format_bytes(self.payload):>12} {format_bytes(self.wire):>12}"
-        )
+        return row_text(self.operation, self.axis, self.group_size, self.calls, self.payload, self.wire)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,8 +90,7 @@ class CollectiveTable:
         return sum(row.wire for row in self._select(operation, axis))
 
     def __str__(self) -> str:
-        head = f"{'operation':<15} {'axis':<18} {'ranks':>6} {'calls':>7} {'payload':>12} {'sent/rank':>12}"
-        return "\n".join([head, *map(str, self.rows)])
+        return "\n".join([HEAD, *map(str, self.rows)])
 
     def _select(self, operation: str | None, axis: str | None) -> list[CollectiveRow]:
         return [row for row in self.rows if operation in (None, row.operation) and axis in (None, row.axis)]
@@ -169,15 +165,6 @@ def operation_of(func: Any) -> str | None:
     if bare in _SILENT:
         return None
     return next((operation for start, operation in _OPERATIONS if bare.startswith(start)), name)
-
-
-def wire_factor(operation: str, size: int) -> float:
-    """Returns what share of the payload one of ``size`` ranks sends; see `CollectiveRow`."""
-    if size == 1:
-        return 0.0
-    if operation == "all_reduce":
-        return 2 * (size - 1) / size
-    return (size - 1) / size if operation in ("all_gather", "reduce_scatter", "all_to_all") else 1.0
 
 
 def _group_of(arguments: dict[str, Any]) -> dist.ProcessGroup:

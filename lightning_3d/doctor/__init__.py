@@ -41,14 +41,10 @@ def _told(facts: Facts, findings: Sequence[Finding] = ()) -> int:
 
 
 def _measured(arguments: Sequence[str]) -> int:
-    from omegaconf import OmegaConf
+    from lightning_3d.config.compose import composed
 
-    from lightning_3d.config.compose import command_words, compose_run
-
-    overrides, directory, shows = command_words(arguments)
-    cfg = compose_run(overrides, config_name="doctor", config_dir=directory)
-    if shows:
-        print(OmegaConf.to_yaml(cfg), end="")
+    cfg = composed(arguments, "doctor")
+    if cfg is None:
         return 0
     facts = gather()
     if not cfg.measure:

@@ -11,18 +11,18 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-from lightning_3d.config.schema import MESH_STRATEGY, StrategyConfig, strategy_options
+from lightning_3d.config.devices import asked_devices, smallest_world
+from lightning_3d.config.schema import StrategyConfig, needed_mesh_options
 from lightning_3d.doctor.findings import Finding, note, ok
 from lightning_3d.doctor.processes import measure_here, measure_launched
 from lightning_3d.doctor.rank import Task
 from lightning_3d.doctor.speeds import Measured
 from lightning_3d.errors import ConfigError
-from lightning_3d.mesh.spec import MeshSpec
+from lightning_3d.mesh.spec import TENSOR_AXIS, MeshSpec
 from lightning_3d.mesh.topology import Topology
 from lightning_3d.planner.cluster import Cluster, Level, cluster_text, measured_cluster
 from lightning_3d.units import format_bytes
 
-_TENSOR = "tensor_parallel"
 # A slower axis than this many times another one is worth a word.
 _APART = 1.5
 
@@ -57,12 +57,14 @@ def measurement(cfg: DictConfig, memory: float) -> Answer | None:
         MeshError: The degrees do not fit the processes.
         RunError: A process failed, or it took too long.
     """
-    if cfg.strategy.get("_target_") != MESH_STRATEGY:
-        raise ConfigError(f"strategy={cfg.strategy.get('_target_')} has no mesh to measure.", valid=MESH_STRATEGY)
-    config = StrategyConfig.from_mapping(strategy_options(cfg.strategy))
+    config = needed_mesh_options(cfg.strategy, "to measure")
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     gpus = torch.cuda.device_count() if str(cfg.trainer.accelerator) in ("auto", "gpu", "cuda") else 0
-    world = int(os.environ["WORLD_SIZE"]) if launched else _processes(cfg.trainer.devices, config, gpus)
+    if launched:
+        world = int(os.environ["WORLD_SIZE"])
+    else:
+        # Where nothing says how many processes: one for each GPU, or what the degrees need at least.
+        world = asked_devices(cfg.trainer.devices) or gpus or smallest_world(config)
     spec = MeshSpec.of(config, world)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if launched else world
     task = _task(cfg, config, spec, memory / local, "cuda" if gpus else "cpu")
@@ -103,22 +105,22 @@ def judged(measured: Measured, topology: Topology, *, cores: int, threads: str |
 
 def _slow_tensor_axis(measured: Measured, topology: Topology) -> list[Finding]:
     """Tensor ranks exchange activations several times in each block: they need the fastest links."""
-    if _TENSOR not in measured.axes:
+    if TENSOR_AXIS not in measured.axes:
         return []
-    own = measured.bandwidth(_TENSOR)
+    own = measured.bandwidth(TENSOR_AXIS)
     faster = {axis: measured.bandwidth(axis) for axis in measured.axes if measured.bandwidth(axis) > _APART * own}
     if not faster:
         return []
     best = max(faster, key=faster.__getitem__)
     what = (
-        f"{_TENSOR} sends {format_bytes(own)}/s and {best} {format_bytes(faster[best])}/s, but the tensor axis sends "
-        "most often"
+        f"{TENSOR_AXIS} sends {format_bytes(own)}/s and {best} {format_bytes(faster[best])}/s, but the tensor axis "
+        "sends most often"
     )
     order = topology.spec.rank_order
     if order[-1] != "tensor":
         inner = ",".join([*(axis for axis in order if axis != "tensor"), "tensor"])
         return [note(what, f"strategy.rank_order='\"{inner}\"'")]
-    if topology.span(_TENSOR).nodes > 1:
+    if topology.span(TENSOR_AXIS).nodes > 1:
         return [note(what, f"strategy.tensor_parallel_size={topology.devices_per_node} or less, inside a node")]
     return [note(what, "a smaller strategy.tensor_parallel_size, or devices with direct links for it")]
 
@@ -179,16 +181,6 @@ def write_cluster(cluster: Cluster, path: str | None) -> str:
     except OSError as error:
         raise ConfigError(f"cluster_file={path} cannot be written: {error}") from error
     return f"\ncluster file {file}"
-
-
-def _processes(devices: object, config: StrategyConfig, gpus: int) -> int:
-    """Processes on this machine; where nothing says how many, its GPUs, or what the degrees need at least."""
-    if isinstance(devices, int) and not isinstance(devices, bool) and devices > 0:
-        return devices
-    if devices in ("auto", -1, "-1"):
-        data = config.data_parallel_size if isinstance(config.data_parallel_size, int) else config.data_replicate_size
-        return gpus or data * config.pipeline_parallel_size * config.tensor_parallel_size
-    raise ConfigError(f"trainer.devices={devices} is no number of processes", valid="a number, or auto")
 
 
 def _task(cfg: DictConfig, config: StrategyConfig, spec: MeshSpec, memory: float, device_type: str) -> Task:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_3d.counters.collectives import wire_factor
 from lightning_3d.units import format_bytes, format_flops, format_seconds
+from lightning_3d.wire import wire_factor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from lightning_3d.config.schema import MESH_STRATEGY, StrategyConfig, strategy_options
+from lightning_3d.config.devices import asked_devices, smallest_world
+from lightning_3d.config.schema import StrategyConfig, needed_mesh_options
 from lightning_3d.errors import ConfigError, MeshError
 from lightning_3d.mesh.spec import AXIS_KEYS, Coordinate, MeshSpec
 
@@ -21,13 +22,8 @@ def mesh_of(cfg: DictConfig) -> tuple[StrategyConfig, MeshSpec]:
         ConfigError: The strategy is another one, or an option has an impossible value.
         MeshError: The degrees do not fit the world.
     """
-    if cfg.strategy.get("_target_") != MESH_STRATEGY:
-        raise ConfigError(
-            f"strategy={cfg.strategy.get('_target_')} is played by nobody but its own processes.", valid=MESH_STRATEGY
-        )
-    config = StrategyConfig.from_mapping(strategy_options(cfg.strategy))
-    mesh = _mesh(cfg, config)
-    return config, mesh
+    config = needed_mesh_options(cfg.strategy, "whose ranks could be played")
+    return config, _mesh(cfg, config)
 
 
 def coordinates_of(asked: Any, mesh: MeshSpec) -> tuple[Coordinate, ...] | None:
@@ -61,21 +57,14 @@ def _coordinate(row: Any, mesh: MeshSpec) -> Coordinate:
 
 
 def _mesh(cfg: DictConfig, config: StrategyConfig) -> MeshSpec:
-    data = config.data_parallel_size
-    model = config.pipeline_parallel_size * config.tensor_parallel_size
     # Nothing is started, so degrees that are all given need no devices.
-    world = data * model if isinstance(data, int) else _world(cfg.trainer.devices, cfg.trainer.num_nodes)
-    if world is None:
+    if isinstance(config.data_parallel_size, int):
+        return MeshSpec.of(config, smallest_world(config))
+    devices = asked_devices(cfg.trainer.devices)
+    if devices is None:
         raise MeshError(
             f"neither strategy.data_parallel_size=auto nor trainer.devices={cfg.trainer.devices} says how many ranks "
             "there are.",
             fix="strategy.data_parallel_size=16, or trainer.devices=8 trainer.num_nodes=64",
         )
-    return MeshSpec.of(config, world)
-
-
-def _world(devices: Any, nodes: int) -> int | None:
-    if isinstance(devices, ListConfig):
-        return len(devices) * nodes
-    text = str(devices)
-    return int(text) * nodes if text.isdigit() and int(text) > 0 else None
+    return MeshSpec.of(config, devices * int(cfg.trainer.num_nodes))

@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
-from lightning_3d.config.compose import command_words, compose_run, readable_errors, told_plainly
+from lightning_3d.config.compose import composed, readable_errors, told_plainly
 from lightning_3d.config.search import importable_here
 from lightning_3d.dryrun.asked import coordinates_of, mesh_of
 from lightning_3d.log import told_if_slow
@@ -31,10 +29,8 @@ def run(arguments: Sequence[str]) -> int:
     Raises:
         Lightning3DError: The configuration is impossible, or the strategy would refuse the module.
     """
-    overrides, config_dir, shows = command_words(arguments)
-    cfg = compose_run(overrides, config_name="dryrun", config_dir=config_dir)
-    if shows:
-        print(OmegaConf.to_yaml(cfg), end="")
+    cfg = composed(arguments, "dryrun")
+    if cfg is None:
         return 0
     coordinates = coordinates_of(cfg.coordinates, mesh_of(cfg)[1])
     # What is misspelt or impossible should not wait for torch to be imported.

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_3d.counters import Category
 from lightning_3d.dryrun.report import DryRunReport, RankReport
-from lightning_3d.errors import ConfigError
+from lightning_3d.pictures import new_figure, save
 from lightning_3d.units import format_bytes
 
 _COLORS: Mapping[Category, str] = MappingProxyType(
@@ -42,16 +42,10 @@ def draw(report: DryRunReport, path: Path) -> Path:
         The path.
 
     Raises:
-        ConfigError: matplotlib is not installed, or does not know the format.
+        ConfigError: matplotlib is not installed or does not know the format, or the file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("a picture needs matplotlib.", fix="pip install 'lightning-3d[plot]'") from error
     rows = len(report.ranks)
-    figure = Figure(figsize=(_WIDTH, _HEIGHT * rows + _MARGIN), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(_WIDTH, _HEIGHT * rows + _MARGIN)
     figure.suptitle(f"Live bytes in an optimizer step: {report.plan.mesh}, {report.precision}", fontsize="medium")
     unit = next(name for name, size in _UNITS.items() if report.worst.peak.peak.size >= size)
     panels = figure.subplots(rows, 1, squeeze=False)[:, 0]
@@ -61,10 +55,7 @@ def draw(report: DryRunReport, path: Path) -> Path:
     panels[-1].set_xlabel("operations since the step began", fontsize="small")
     order = [name for name in (*(each.value for each in _COLORS), _BACKWARD) if name in marks]
     figure.legend([marks[name] for name in order], order, loc="outside lower center", ncols=5, fontsize="small")
-    try:
-        figure.savefig(path, dpi=120)
-    except ValueError as error:
-        raise ConfigError(f"picture={path}: {error}", fix="picture=memory.png") from error
+    save(figure, path, "picture", dpi=120)
     return path
 
 

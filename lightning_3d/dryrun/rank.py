@@ -40,6 +40,7 @@ from lightning_3d.graph.fake_parameters import replace_by_fakes
 from lightning_3d.mesh.device import build_device_mesh
 from lightning_3d.mesh.spec import Coordinate
 from lightning_3d.parallel.data.cost import data_sizes, data_traffic
+from lightning_3d.parallel.data.door import groups_of
 from lightning_3d.parallel.data.plan import DataPlan
 from lightning_3d.parallel.pipeline.schedule.actions import Action
 from lightning_3d.parallel.pipeline.schedule.timeline import Event, Timeline
@@ -216,12 +217,10 @@ def _without_cycles() -> Iterator[None]:
 def _padding(roots: tuple[nn.Module, ...]) -> Padding:
     """What the units of FSDP2 hold on this rank, and equal shares of their parameters."""
     stored, needed = 0, 0.0
-    units = {part: None for root in roots for part in root.modules() if isinstance(part, FSDPModule)}
-    for unit in units:
-        for group in unit._get_fsdp_state()._fsdp_param_groups:
-            shards = getattr(group.mesh_info, "shard_mesh_size", 1)
-            for parameter in group.fsdp_params:
-                shard = parameter._sharded_param_data
-                stored += shard.nbytes
-                needed += parameter._orig_size.numel() * shard.itemsize / shards
+    for group in groups_of(part for root in roots for part in root.modules() if isinstance(part, FSDPModule)):
+        shards = getattr(group.mesh_info, "shard_mesh_size", 1)
+        for parameter in group.fsdp_params:
+            shard = parameter._sharded_param_data
+            stored += shard.nbytes
+            needed += parameter._orig_size.numel() * shard.itemsize / shards
     return Padding(stored=stored, needed=needed)

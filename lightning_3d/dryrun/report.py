@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_3d.counters import Category, CollectiveTable, PeakReport
 from lightning_3d.dryrun.beside import Beside
-from lightning_3d.mesh.spec import Coordinate
+from lightning_3d.mesh.spec import AXIS_KEYS, Coordinate
 from lightning_3d.plan import Plan
 from lightning_3d.units import counted, format_bytes, format_seconds
 
@@ -94,9 +94,7 @@ class RankReport:
         lines = [
             self.title,
             *_indented(str(self.peak)),
-            f"  between steps {format_bytes(self.between_steps)}; {counted(self.in_flight, 'micro-batch')} in flight"
-            if self.in_flight == 1
-            else f"  between steps {format_bytes(self.between_steps)}; {self.in_flight} micro-batches in flight",
+            f"  between steps {format_bytes(self.between_steps)}; {counted(self.in_flight, 'micro-batch')} in flight",
             f"  padding {self.padding}",
             "  collectives of an optimizer step",
             *_indented(str(self.traffic), 4),
@@ -142,8 +140,7 @@ class DryRunReport:
             f"dry run    {self.plan.mesh}, {self.precision}",
             f"model      {self.plan.parameters}",
             f"data axis  {self.plan.data}",
-            f"step       {counted(self.batches, 'batch') if self.batches == 1 else f'{self.batches} batches'} of "
-            f"{len(self.microbatches)} micro-batches, {sizes}",
+            f"step       {counted(self.batches, 'batch')} of {counted(len(self.microbatches), 'micro-batch')}, {sizes}",
         ]
         tail = [f"note: {note}" for note in self.notes]
         worst = self.worst
@@ -156,7 +153,7 @@ class DryRunReport:
     def as_data(self) -> dict[str, Any]:
         """Returns everything but the plan as plain containers, sizes in bytes."""
         return {
-            "mesh": {key: self.plan.mesh.size(key) for key in ("data", "pipeline", "tensor")},
+            "mesh": {key: self.plan.mesh.size(key) for key in AXIS_KEYS},
             "precision": self.precision,
             "microbatches": list(self.microbatches),
             "batches": self.batches,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from hydra.utils import instantiate
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule
 from omegaconf import DictConfig
 
 from lightning_3d.batches.peek import first_batch
@@ -41,7 +40,7 @@ def training_of(cfg: DictConfig) -> Training:
     clip = cfg.trainer.get("gradient_clip_val")
     by_norm = cfg.trainer.get("gradient_clip_algorithm", "norm") == "norm"
     return Training(
-        make=_maker(cfg),
+        make=partial(instantiate, cfg.model),
         batch=_first_batch(data),
         mesh=mesh,
         config=config,
@@ -58,10 +57,6 @@ def _precision(cfg: DictConfig) -> str:
     if precision not in PRECISIONS:
         raise ConfigError(f"trainer.precision={precision} has no form on a mesh.", valid=PRECISIONS)
     return precision
-
-
-def _maker(cfg: DictConfig) -> Callable[[], LightningModule]:
-    return partial(instantiate, cfg.model)
 
 
 def _first_batch(data: LightningDataModule) -> Any:

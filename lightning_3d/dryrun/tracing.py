@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_3d.config.compose import command_words, compose_run, readable_errors, told_plainly
-from lightning_3d.config.schema import MESH_STRATEGY, StrategyConfig, strategy_options
+from lightning_3d.config.compose import command_words, composed, readable_errors, told_plainly
+from lightning_3d.config.schema import MESH_STRATEGY, mesh_options
 from lightning_3d.config.search import importable_here
 from lightning_3d.log import told_if_slow
 
@@ -26,7 +26,8 @@ def plan(arguments: Sequence[str]) -> int:
     """Plans as a command line asks.
 
     Args:
-        arguments: Hydra's overrides without the verb; ``--json``, ``--config-dir DIR``.
+        arguments: Hydra's overrides without the verb; ``--json`` prints plain data, ``--config-dir DIR`` adds a
+            directory of configuration, ``--cfg job`` shows the configuration alone.
 
     Returns:
         0 if a mesh was found or priced, 1 if nothing fits.
@@ -34,20 +35,17 @@ def plan(arguments: Sequence[str]) -> int:
     Raises:
         Lightning3DError: The configuration is impossible.
     """
-    _check(arguments)
+    arguments = ["json=true" if word == _JSON else word for word in arguments]
+    cfg = composed(arguments, "plan")
+    if cfg is None:
+        return 0
+    mesh_options(cfg.strategy)
+    words, directory, _ = command_words(arguments)
     # Schedules are torch's own; what is misspelt should not wait for it to be imported.
     from lightning_3d.planner.command import run
 
     with importable_here(), readable_errors(), told_plainly():
-        return run(arguments, trace=model_of)
-
-
-def _check(arguments: Sequence[str]) -> None:
-    """Refuses words that make no configuration, and options of the strategy that are impossible."""
-    words, directory, _ = command_words([word for word in arguments if word != _JSON])
-    cfg = compose_run(words, config_name="plan", config_dir=directory)
-    if cfg.strategy.get("_target_") == MESH_STRATEGY:
-        StrategyConfig.from_mapping(strategy_options(cfg.strategy))
+        return run(cfg, words, directory, trace=model_of)
 
 
 def price_of(cfg: DictConfig) -> ModelGraph:

@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from lightning_3d.graph.blocks import parents
 from lightning_3d.graph.calls import OURS
 
 # Name of a module, name of an attribute, then keys and indices.
@@ -60,8 +61,7 @@ class Attributes:
     """
 
     def __init__(self, module: nn.Module, blocks: Iterable[str]) -> None:
-        names = {"", *(block.rsplit(".", count)[0] for block in blocks for count in range(1, block.count(".") + 1))}
-        self._modules = {name: module.get_submodule(name) for name in sorted(names)}
+        self._modules = {name: module.get_submodule(name) for name in ("", *sorted(parents(blocks)))}
 
     def now(self, *, copies: bool = False) -> Held:
         """Returns what they are.

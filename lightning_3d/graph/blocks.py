@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -66,8 +66,14 @@ def containers(module: nn.Module, stacks: tuple[Stack, ...]) -> tuple[str, ...]:
 
 def parents(names: Iterable[str]) -> frozenset[str]:
     """Returns the names of all modules that hold some modules, without the one that holds everything."""
-    parts = [name.split(".") for name in names]
-    return frozenset(".".join(part[:length]) for part in parts for length in range(1, len(part)))
+    return frozenset(around for name in names for around in outwards(name))
+
+
+def outwards(name: str) -> Iterator[str]:
+    """Yields the names of the modules that something lies in, innermost first, without that which holds everything."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def _collect_stacks(module: nn.Module, name: str, found: list[Stack]) -> None:

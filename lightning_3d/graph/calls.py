@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -60,6 +61,17 @@ def around_calls(module: nn.Module, handler: Handler) -> None:
         return
     names = {"__call__": _call, "__module__": cls.__module__, "__qualname__": cls.__qualname__, _HANDLER: None}
     module.__class__ = type(cls.__name__, (cls,), names)
+
+
+@contextmanager
+def handled(module: nn.Module, handler: Handler) -> Iterator[None]:
+    """Context in which a module's calls go through the handler; `quiet` around it puts its attributes back."""
+    kind = type(module)
+    around_calls(module, handler)
+    try:
+        yield
+    finally:
+        module.__class__ = kind
 
 
 def around_forward(module: nn.Module, handler: Handler) -> None:

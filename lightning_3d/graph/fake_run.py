@@ -5,8 +5,8 @@ The batch is real, so masks, positions and labels keep their values. Blocks that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -19,14 +19,13 @@ from torchmetrics import Metric
 
 from lightning_3d.errors import ModuleError, user_line
 from lightning_3d.graph.blocks import Stack, containers, outer_modules
-from lightning_3d.graph.calls import Call, Handler, around_calls
+from lightning_3d.graph.calls import Call, handled
 from lightning_3d.graph.fake_parameters import fake_parameters
 from lightning_3d.graph.grouped import in_a_known_precision
 from lightning_3d.graph.observer import EndPass, Function, Observer, Proceed, ProceedModule, Scene, ValueRead
 from lightning_3d.graph.places import innermost_call
-from lightning_3d.graph.quiet import quiet
 from lightning_3d.graph.repeats import Attributes, Repeat, block_kinds, signature
-from lightning_3d.graph.stand_ins import without_metrics, without_optimizers
+from lightning_3d.graph.stand_ins import without_effects
 from lightning_3d.graph.values import all_finite, is_hidden, is_unforetellable, made_up, reads_values, with_positions
 
 # Every pass teaches an observer something new; one that never learns enough is our mistake.
@@ -83,10 +82,9 @@ def _one_pass(module: LightningModule, step: Callable[[], Any], calls: _Calls, w
     calls.begin()
     output = None
     with ExitStack() as context:
-        for start in (quiet, without_metrics, without_optimizers):
-            context.enter_context(start(module))
+        context.enter_context(without_effects(module))
         for name in watched:
-            context.enter_context(_handled(module.get_submodule(name), partial(calls.around_module, name)))
+            context.enter_context(handled(module.get_submodule(name), partial(calls.around_module, name)))
         context.enter_context(_Functions(calls))
         try:
             output = step()
@@ -108,17 +106,6 @@ def _watched(module: nn.Module, stacks: Sequence[Stack], observers: Sequence[Obs
     names.update(containers(module, tuple(stacks)), outer_modules(module, tuple(stacks)))
     names.update(*(observer.watched() for observer in observers))
     return [name for name, child in module.named_modules() if name in names and not isinstance(child, Metric)]
-
-
-@contextmanager
-def _handled(module: nn.Module, handler: Handler) -> Iterator[None]:
-    """Context in which a module's calls go through the handler; `quiet` around it puts its attributes back."""
-    kind = type(module)
-    around_calls(module, handler)
-    try:
-        yield
-    finally:
-        module.__class__ = kind
 
 
 class _Functions(TorchFunctionMode):

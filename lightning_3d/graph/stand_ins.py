@@ -17,7 +17,23 @@ from lightning.pytorch.core.optimizer import (
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_3d.graph.calls import shadow
+from lightning_3d.graph.fake_parameters import fake_parameters
 from lightning_3d.graph.metrics import metrics_of
+from lightning_3d.graph.quiet import quiet
+
+
+@contextmanager
+def without_values(module: LightningModule) -> Iterator[None]:
+    """Context in which a step of a module runs with parameters that have no values, and does nothing beside."""
+    with fake_parameters(module), without_effects(module), torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextmanager
+def without_effects(module: LightningModule) -> Iterator[None]:
+    """Context in which a step of a module leaves no trace in it, and neither metrics nor optimizers do anything."""
+    with quiet(module), without_metrics(module), without_optimizers(module):
+        yield
 
 
 @contextmanager

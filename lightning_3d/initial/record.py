@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from typing_extensions import Self
 
-from lightning_3d.errors import ModuleError
+from lightning_3d.errors import ModuleError, few_and_more
 from lightning_3d.initial.log import Constant, Operation, OperationLog, Window, allocates_only
 from lightning_3d.initial.replay import CPU, InitTape, replay
 from lightning_3d.initial.tensors import named_tensors
@@ -93,7 +93,7 @@ class InitRecorder(TorchDispatchMode):
 
     def real(self, tensor: Tensor) -> Tensor:
         """Gives the present value of a meta tensor that was made under this recorder."""
-        return replay(self._log, Window.of(tensor), self._early_seed, CPU)
+        return replay(self._log, Window.of(tensor), self._early_seed)
 
     def constant(self, tensor: Tensor) -> Tensor:
         """Makes a meta tensor that will hold a real tensor's values."""
@@ -335,7 +335,7 @@ def _arguments(
 
 
 def _uninitialised(names: list[str]) -> ModuleError:
-    shown = ", ".join(f"'{name}'" for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    shown = few_and_more((f"'{name}'" for name in names), 5)
     return ModuleError(
         f"no recorded or known initialisation for {shown}: on the meta device, and nothing ever wrote to it.",
         fix="build the module inside configure_model() and initialise it there, e.g. with torch.nn.init.normal_(...), "

@@ -44,31 +44,28 @@ class InitTape:
     def __contains__(self, name: object) -> bool:
         return name in self._windows
 
-    def value(self, name: str, device: torch.device = CPU) -> Tensor:
-        """Replays one tensor's initialisation.
+    def value(self, name: str) -> Tensor:
+        """Replays one tensor's initialisation on the CPU, which gives the same numbers on every machine.
 
         Args:
             name: A parameter's or buffer's name, any of them if it has several.
-            device: Where to compute and keep it. The CPU gives the same numbers on every machine.
 
         Returns:
             The whole tensor, in its recorded shape, strides and dtype, not shared with any other.
         """
-        window = self._windows[name]
-        return replay(self._log, window, self._seeds.__getitem__, device)
+        return replay(self._log, self._windows[name], self._seeds.__getitem__)
 
     def _draws(self, index: int) -> bool:
         return index not in self._seeds and self._log.operations[index].random
 
 
-def replay(log: OperationLog, window: Window, seed_of: Callable[[int], int], device: torch.device) -> Tensor:
-    """Computes what a window holds at the end of a log, running only the operations that matter.
+def replay(log: OperationLog, window: Window, seed_of: Callable[[int], int]) -> Tensor:
+    """Computes on the CPU what a window holds at the end of a log, running only the operations that matter.
 
     Args:
         log: The recording.
         window: What to compute.
         seed_of: The seed of a random operation, by its index.
-        device: Where to compute.
 
     Returns:
         The tensor; storages of intermediate results are freed as soon as nothing reads them.
@@ -76,8 +73,8 @@ def replay(log: OperationLog, window: Window, seed_of: Callable[[int], int], dev
     indices = log.slice(window.storage)
     last_use = {storage: index for index in indices for storage in _touched(log.operations[index])}
     last_use.pop(window.storage, None)
-    memory = _Memory(log, device)
-    generators = default_generators([device])
+    memory = _Memory(log)
+    generators = default_generators([CPU])
     with torch.no_grad(), _default_dtype_restored():
         for index in indices:
             operation = log.operations[index]
@@ -91,16 +88,15 @@ def replay(log: OperationLog, window: Window, seed_of: Callable[[int], int], dev
 class _Memory:
     """Real storages in the place of the recorded ones."""
 
-    def __init__(self, log: OperationLog, device: torch.device) -> None:
+    def __init__(self, log: OperationLog) -> None:
         self._log = log
-        self._device = device
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def storage(self, key: int) -> torch.UntypedStorage:
         # Zeros, so that elements which nothing ever wrote are equal on all ranks.
         if key not in self._storages:
             nbytes = self._log.storages[key].nbytes()
-            self._storages[key] = torch.zeros(nbytes, dtype=torch.uint8, device=self._device).untyped_storage()
+            self._storages[key] = torch.zeros(nbytes, dtype=torch.uint8, device=CPU).untyped_storage()
         return self._storages[key]
 
     def run(self, operation: Operation) -> None:
@@ -127,9 +123,9 @@ class _Memory:
         if isinstance(value, Window):
             return value.on(self.storage(value.storage))
         if isinstance(value, Constant):
-            return value.tensor.to(self._device)
+            return value.tensor.to(CPU)
         if isinstance(value, torch.device) and value.type == "meta":
-            return self._device
+            return CPU
         return value
 
 

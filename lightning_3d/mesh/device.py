@@ -10,9 +10,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.errors import MeshError
-from lightning_3d.mesh.spec import AXES, DATA_REPLICATE, DATA_SHARD, MODEL_GROUP, MeshSpec
-
-_DATA, _PIPELINE, _TENSOR = "data_parallel", "pipeline_parallel", "tensor_parallel"
+from lightning_3d.mesh.spec import (
+    AXES,
+    DATA_AXIS,
+    DATA_REPLICATE,
+    DATA_SHARD,
+    MODEL_GROUP,
+    PIPELINE_AXIS,
+    TENSOR_AXIS,
+    MeshSpec,
+)
 
 
 def build_device_mesh(spec: MeshSpec, device_type: str, timeout: timedelta | None = None) -> DeviceMesh:
@@ -42,29 +49,29 @@ def build_device_mesh(spec: MeshSpec, device_type: str, timeout: timedelta | Non
     options = tuple(_options(size, device_type, timeout) for size in ranks.shape)
     names = (DATA_REPLICATE, DATA_SHARD, *names[1:])
     mesh = DeviceMesh(device_type, ranks, mesh_dim_names=names, backend_override=options)
-    mesh[DATA_REPLICATE, DATA_SHARD]._flatten(_DATA, backend_override=_options(spec.data, device_type, timeout))
+    mesh[DATA_REPLICATE, DATA_SHARD]._flatten(DATA_AXIS, backend_override=_options(spec.data, device_type, timeout))
     return mesh
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Returns the sub-mesh over which parameters are sharded: replicas x shards if there are replicas, else 1-D."""
-    return mesh[DATA_REPLICATE, DATA_SHARD] if _has_replicas(mesh) else mesh[_DATA]
+    return mesh[DATA_REPLICATE, DATA_SHARD] if _has_replicas(mesh) else mesh[DATA_AXIS]
 
 
 def data_axis_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Returns the 1-D mesh of the ranks that see different samples, flattened if there are replicas."""
     # Slicing the flattened name off the root would do too, but torch warns about it.
-    return data_mesh(mesh)._flatten(_DATA) if _has_replicas(mesh) else mesh[_DATA]
+    return data_mesh(mesh)._flatten(DATA_AXIS) if _has_replicas(mesh) else mesh[DATA_AXIS]
 
 
 def tensor_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Returns the 1-D mesh of the ranks that compute each layer together."""
-    return mesh[_TENSOR]
+    return mesh[TENSOR_AXIS]
 
 
 def pipeline_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Returns the 1-D mesh of the ranks that compute one sample one after the other, stage by stage."""
-    return mesh[_PIPELINE]
+    return mesh[PIPELINE_AXIS]
 
 
 def model_mesh(mesh: DeviceMesh, timeout: timedelta | None = None) -> DeviceMesh:
@@ -74,11 +81,11 @@ def model_mesh(mesh: DeviceMesh, timeout: timedelta | None = None) -> DeviceMesh
         mesh: From `build_device_mesh`.
         timeout: The same as there.
     """
-    if mesh[_PIPELINE].size() == 1:
-        return mesh[_TENSOR]
-    if mesh[_TENSOR].size() == 1:
-        return mesh[_PIPELINE]
-    both = mesh[_PIPELINE, _TENSOR]
+    if mesh[PIPELINE_AXIS].size() == 1:
+        return mesh[TENSOR_AXIS]
+    if mesh[TENSOR_AXIS].size() == 1:
+        return mesh[PIPELINE_AXIS]
+    both = mesh[PIPELINE_AXIS, TENSOR_AXIS]
     return both._flatten(MODEL_GROUP, backend_override=_options(both.size(), mesh.device_type, timeout))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch._dynamo import OptimizedModule
 
-from lightning_3d.graph.blocks import parents
+from lightning_3d.graph.blocks import outwards, parents
 from lightning_3d.graph.calls import Call, Handler, around_forward
 from lightning_3d.graph.compiled import is_compiled
 from lightning_3d.graph.compiling import compiled
@@ -94,9 +94,7 @@ def as_it_is(module: nn.Module, handler: Handler) -> Handler:
 
 def _compiler_around(module: nn.Module, name: str) -> Compiler | None:
     """What has compiled the innermost module around a part; one that was compiled in place does not tell how."""
-    names = name.split(".")
-    around = (module.get_submodule(".".join(names[:length])) for length in range(len(names) - 1, -1, -1))
-    found = next(filter(is_compiled, around), None)
+    found = next(filter(is_compiled, map(module.get_submodule, (*outwards(name), ""))), None)
     if isinstance(found, OptimizedModule):
         compiler: Compiler = found.dynamo_ctx
         return compiler

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.data import extract_batch_size
 
 from lightning_3d.errors import user_line
-from lightning_3d.graph.fake_parameters import fake_parameters
-from lightning_3d.graph.quiet import quiet
-from lightning_3d.graph.stand_ins import without_metrics, without_optimizers
-from lightning_3d.log import get_logger, info_once
+from lightning_3d.graph.stand_ins import without_values
+from lightning_3d.log import get_logger, info_on_first_rank
 from lightning_3d.parallel.pipeline.record.flops import CountsFlops
 
 _log = get_logger(__name__)
@@ -38,15 +34,11 @@ def sample_flops(module: LightningModule, args: tuple[Any, ...], step: Callable[
     """
     counts: list[float] = []
     try:
-        with ExitStack() as around:
-            for each in (fake_parameters(module), quiet(module), without_metrics(module), without_optimizers(module)):
-                around.enter_context(each)
-            around.enter_context(torch.compiler.set_stance("force_eager"))
-            around.enter_context(CountsFlops(lambda count, _: counts.append(count)))
+        with without_values(module), CountsFlops(lambda count, _: counts.append(count)):
             module.training_step(*args) if step is None else step()
         samples = extract_batch_size(args[0])
     except Exception as error:
         # Whatever a user's step does without values, a figure in the log is no reason to end a training.
-        info_once(_log, f"operations are not counted: {type(error).__name__}: {error} ({user_line(error)})")
+        info_on_first_rank(_log, f"operations are not counted: {type(error).__name__}: {error} ({user_line(error)})")
         return None
     return _PASSES * sum(counts) / samples

@@ -13,23 +13,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_3d.graph.blocks import Stack, find_stacks
-from lightning_3d.graph.calls import Call, around_calls
-from lightning_3d.graph.fake_parameters import fake_parameters
+from lightning_3d.config.schema import KEPT_KINDS
+from lightning_3d.graph.blocks import find_stacks
+from lightning_3d.graph.calls import Call, handled
 from lightning_3d.graph.parameters import ParameterTable, parameter_table
-from lightning_3d.graph.quiet import quiet
-from lightning_3d.graph.stand_ins import without_metrics
+from lightning_3d.graph.stand_ins import without_values
 from lightning_3d.parallel.pipeline.record.flops import CountsFlops
 from lightning_3d.plan.recompute import is_kept, is_kept_product, recomputing
 
-KINDS = ("none", "selective", "full")
 # Products of activations with each other.
 _OF_ACTIVATIONS = ("bmm", "baddbmm", "scaled_dot_product")
 
@@ -88,19 +85,15 @@ class TracedModel:
         return sum(part.kept[kind] for part in self.parts)
 
 
-def trace_model(
-    module: LightningModule, step: Callable[[], Any], *, stacks: Sequence[Stack] | None = None
-) -> TracedModel:
+def trace_model(module: LightningModule, step: Callable[[], Any]) -> TracedModel:
     """Returns what each part of a module costs, for the batch that its step is given.
 
     Args:
         module: The whole module, real or on the meta device; it is left as it was.
         step: Calls the user's step with a real batch, in the autocast mode that it will have.
-        stacks: The lists of blocks; None for those that are found.
     """
-    found = find_stacks(module) if stacks is None else tuple(stacks)
-    blocks = [block for stack in found for block in stack.blocks]
-    runs = {kind: _run(module, step, blocks, kind) for kind in KINDS}
+    blocks = [block for stack in find_stacks(module) for block in stack.blocks]
+    runs = {kind: _run(module, step, blocks, kind) for kind in KEPT_KINDS}
     plain = runs["none"]
     names = ["first", *plain.order, "last"]
     table = _parameters(parameter_table(module), plain.order)
@@ -193,7 +186,7 @@ class _Kept(TorchDispatchMode):
 
 def _run(module: LightningModule, step: Callable[[], Any], blocks: Sequence[str], kind: str) -> _Run:
     through = recomputing(kind)
-    with fake_parameters(module), quiet(module), without_metrics(module), torch.compiler.set_stance("force_eager"):
+    with without_values(module):
         run = _Run(len(blocks), {each.untyped_storage()._cdata for each in module.parameters()})
         kept = _Kept(run.save)
 
@@ -215,9 +208,7 @@ def _run(module: LightningModule, step: Callable[[], Any], blocks: Sequence[str]
 def _handled(module: nn.Module, blocks: Sequence[str], handler: Callable[[str, Call], Any]) -> Iterator[None]:
     with ExitStack() as at_end:
         for name in blocks:
-            block = module.get_submodule(name)
-            at_end.callback(setattr, block, "__class__", type(block))
-            around_calls(block, partial(handler, name))
+            at_end.enter_context(handled(module.get_submodule(name), partial(handler, name)))
         yield
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_3d.config.schema import KEPT_KINDS
 from lightning_3d.errors import ConfigError
 from lightning_3d.parallel.pipeline.schedule.actions import runnable_microbatches
 from lightning_3d.planner.bubble import checked_schedule
-from lightning_3d.planner.model import KEPT_KINDS
 from lightning_3d.planner.shapes import BatchShape, MeshShape
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from lightning_3d.config.compose import command_words, compose_run
 from lightning_3d.errors import BatchError, ConfigError, MeshError
 from lightning_3d.planner.article import Look, look_at
 from lightning_3d.planner.decoder import decoder_model
@@ -26,8 +26,6 @@ from lightning_3d.planner.steps import Rule, apply_rule
 from lightning_3d.planner.traffic import step_traffic
 from lightning_3d.planner.trial import Trials, run_trials
 from lightning_3d.units import counted, format_count
-
-_JSON = "--json"
 
 # Sums in another order.
 _ROUNDING = 1e-9
@@ -155,12 +153,13 @@ class Answer:
         }
 
 
-def run(arguments: Sequence[str], *, trace: Trace | None = None) -> int:
-    """Plans as a command line asks.
+def run(cfg: DictConfig, words: Sequence[str], directory: Path | None, *, trace: Trace | None = None) -> int:
+    """Plans as a command line asks, and prints the answer.
 
     Args:
-        arguments: Hydra's overrides without the verb; ``--json`` prints plain data, ``--config-dir DIR`` adds a
-            directory of configuration, ``--cfg job`` shows the configuration alone.
+        cfg: The composed configuration, of ``plan.yaml``.
+        words: The overrides that it was composed from; trials are trained with them.
+        directory: The user's own directory of configuration.
         trace: Makes the model of a module that is no reference decoder.
 
     Returns:
@@ -169,12 +168,6 @@ def run(arguments: Sequence[str], *, trace: Trace | None = None) -> int:
     Raises:
         Lightning3DError: The configuration is impossible.
     """
-    words, directory, shows = command_words(arguments)
-    words = ["json=true" if word == _JSON else word for word in words]
-    cfg = compose_run(words, config_name="plan", config_dir=directory)
-    if shows:
-        print(OmegaConf.to_yaml(cfg), end="")
-        return 0
     answer = plan(cfg, trace=trace)
     shown = answer.found.best if answer.found else ()
     # Where nothing fits there is nothing to try, and the answer says so.
@@ -184,6 +177,7 @@ def run(arguments: Sequence[str], *, trace: Trace | None = None) -> int:
     given = answer.look.given if answer.look else None
     if answer.request.picture and (shown or given):
         save_picture(answer.request.picture, shown, given=given, title=answer.request.name)
+        print(f"\npicture {answer.request.picture}", file=sys.stderr if cfg.json else sys.stdout)
     return 0 if answer.found is None or shown else 1
 
 

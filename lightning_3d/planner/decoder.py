@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 from types import MappingProxyType
 
+from lightning_3d.config.schema import KEPT_KINDS
 from lightning_3d.planner.model import BlockModel, Bytes, Matrix, Part
 from lightning_3d.planner.shapes import DecoderShape
 from lightning_3d.planner.software import THIS_LIBRARY, Software
@@ -124,7 +125,7 @@ def _last(shape: DecoderShape) -> Part:
         rows=shape.sequence,
         width=shape.hidden,
         matmul_flops=2.0 * shape.sequence * head.elements,
-        kept=MappingProxyType({kind: Bytes(whole=2 * state) for kind in ("none", "selective", "full")}),
+        kept=MappingProxyType({kind: Bytes(whole=2 * state) for kind in KEPT_KINDS}),
         state=state,
         sums=1,
         logits=float(shape.sequence * shape.vocab),

@@ -10,9 +10,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol
 
-# Kinds of activation checkpointing, as Mesh3DStrategy names them.
-KEPT_KINDS = ("none", "selective", "full")
-
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
@@ -112,6 +109,10 @@ class Part:
     def padding(self, tensor: int, shards: int) -> float:
         """Returns the elements that padding to a multiple of the shards adds on one of some tensor ranks."""
         return sum(one.on_rank(tensor, shards) - one.on_rank(tensor) for one in self.matrices)
+
+    def padded_on_rank(self, tensor: int, shards: int) -> float:
+        """Returns the elements of its parameters on one of some tensor ranks, padded for the shards."""
+        return self.parameters_on_rank(tensor) + self.padding(tensor, shards)
 
     def keeps(self, kind: str) -> Bytes:
         """Returns what lives from forward to backward under a kind of activation checkpointing."""

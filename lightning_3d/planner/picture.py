@@ -8,7 +8,7 @@ from textwrap import wrap
 from types import MappingProxyType
 from typing import Any
 
-from lightning_3d.errors import ConfigError
+from lightning_3d.pictures import new_figure, save
 from lightning_3d.planner.prediction import ESTIMATE, Prediction
 
 _INCHES = 13
@@ -55,18 +55,12 @@ def save_picture(
         title: What stands above them.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: matplotlib is not installed or does not know the format, or the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "a picture of a plan needs matplotlib, which is not installed.", fix="install lightning-3d[plot]"
-        ) from error
     shown = [*predictions, *([given] if given is not None else [])]
     names = [_name(f"{place})", one) for place, one in enumerate(predictions, 1)]
     names += [_name("as given:", given)] if given is not None else []
-    figure = Figure(figsize=(_INCHES, 2.4 + 1.6 * len(shown)), layout="constrained")
+    figure = new_figure(_INCHES, 2.4 + 1.6 * len(shown))
     memory, time = figure.subplots(2)
     figure.suptitle(f"{title} - {ESTIMATE}".strip(" -"))
     _draw_memory(memory, names, shown)
@@ -77,7 +71,7 @@ def save_picture(
         time, names, rows, [f"{sum(row.values()):.3g}, MFU {one.mfu:.0%}" for row, one in zip(rows, shown, strict=True)]
     )
     time.set_xlabel(f"{unit} of a step (± {max(one.time_band for one in shown):.0%})")
-    figure.savefig(path, dpi=110)
+    save(figure, path, "picture", dpi=110)
 
 
 def _draw_memory(axes: Any, names: Sequence[str], shown: Sequence[Prediction]) -> None:

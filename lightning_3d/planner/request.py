@@ -10,20 +10,14 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_3d.config.batch import local_batch_size, num_microbatches
+from lightning_3d.config.devices import asked_devices
 from lightning_3d.config.precision import precision_of
 from lightning_3d.config.rules import did_you_mean
-from lightning_3d.config.schema import (
-    MESH_STRATEGY,
-    ONE_STAGE_SCHEDULES,
-    SCHEDULES,
-    StrategyConfig,
-    strategy_options,
-)
+from lightning_3d.config.schema import KEPT_KINDS, SCHEDULES, StrategyConfig, mesh_options, needed_mesh_options
 from lightning_3d.errors import BatchError, ConfigError, Lightning3DError, MeshError
 from lightning_3d.mesh.spec import MeshSpec
 from lightning_3d.planner.case import Case
 from lightning_3d.planner.cluster import Cluster
-from lightning_3d.planner.model import KEPT_KINDS
 from lightning_3d.planner.obstacle import batch_obstacle
 from lightning_3d.planner.search import Space
 from lightning_3d.planner.shapes import BatchShape, DecoderShape, MeshShape
@@ -127,8 +121,8 @@ def read_request(cfg: DictConfig) -> Request:
 
 def _trainer_devices(cfg: DictConfig) -> int | None:
     """What a training would take; None if it takes what there is."""
-    devices = cfg.trainer.devices
-    return devices * int(cfg.trainer.num_nodes) if isinstance(devices, int) and devices > 0 else None
+    devices = asked_devices(cfg.trainer.devices)
+    return devices and devices * int(cfg.trainer.num_nodes)
 
 
 def decoder_of(cfg: DictConfig) -> DecoderShape | None:
@@ -196,11 +190,9 @@ def _words(space: DictConfig, key: str, known: Sequence[str]) -> tuple[str, ...]
 
 def _given(cfg: DictConfig, cluster: Cluster, devices: int, size: int, accumulate: int) -> Case | None:
     """The mesh of the configuration on these devices; None if it is of another strategy."""
-    if cfg.strategy.get("_target_") != MESH_STRATEGY:
-        if cfg.evaluate:
-            raise ConfigError("strategy is not Mesh3DStrategy: it has no mesh to evaluate.", fix="strategy=default")
+    options = needed_mesh_options(cfg.strategy, "to evaluate") if cfg.evaluate else mesh_options(cfg.strategy)
+    if options is None:
         return None
-    options = StrategyConfig.from_mapping(strategy_options(cfg.strategy))
     spec = _spec(options, cluster, devices)
     mesh = mesh_shape(options, spec)
     # Each batch is cut into micro-batches for itself.
@@ -248,9 +240,6 @@ def mesh_shape(options: StrategyConfig, spec: MeshSpec) -> MeshShape:
         options: The strategy's options.
         spec: Degrees of the axes.
     """
-    stages = options.stages_per_rank
-    if not isinstance(stages, int):
-        stages = 1 if options.pipeline_schedule in ONE_STAGE_SCHEDULES else 2
     layers = options.layers_per_stage
     return MeshShape(
         data_parallel_size=spec.data,
@@ -258,7 +247,7 @@ def mesh_shape(options: StrategyConfig, spec: MeshSpec) -> MeshShape:
         pipeline_parallel_size=spec.pipeline,
         tensor_parallel_size=spec.tensor,
         zero_stage=options.zero_stage,
-        stages_per_rank=stages,
+        stages_per_rank=options.stages_of_a_rank(),
         sequence_parallel=options.sequence_parallel,
         layers_per_stage=tuple(layers) if layers else None,
         rank_order=options.rank_order,

@@ -6,10 +6,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from lightning_3d.config.schema import KEPT_KINDS, ONE_STAGE_SCHEDULES, V_SCHEDULES
 from lightning_3d.parallel.pipeline.schedule.actions import runnable_microbatches
 from lightning_3d.planner.case import Case
 from lightning_3d.planner.footprint import footprint
-from lightning_3d.planner.model import KEPT_KINDS, ModelGraph
+from lightning_3d.planner.model import ModelGraph
 from lightning_3d.planner.obstacle import batch_obstacle, stages_obstacle, tensor_obstacle
 from lightning_3d.planner.prediction import Prediction
 from lightning_3d.planner.pricing import Pricer
@@ -211,8 +212,8 @@ def _schedules(space: Space, model: ModelGraph, mesh: MeshShape, batch: BatchSha
     if count < pipeline:
         return
     for schedule in space.schedules:
-        stages = (1,) if schedule in ("1f1b", "gpipe") else space.stages_per_rank
-        stages = (2,) if schedule in ("zbvzerobubble", "dualpipev") else stages
+        stages = (1,) if schedule in ONE_STAGE_SCHEDULES else space.stages_per_rank
+        stages = (2,) if schedule in V_SCHEDULES else stages
         for each in stages:
             wanted = replace(mesh, stages_per_rank=each) if each > 1 else mesh
             if stages_obstacle(model, wanted) or (each > 1 and count % pipeline):

@@ -91,8 +91,9 @@ class Shared:
         """Returns where the blocks lie."""
         mesh = case.mesh
         key = ("layout", case.schedule, mesh.pipeline_parallel_size, case.stages_per_rank, mesh.layers_per_stage)
-        if key not in self._known:
-            self._known[key] = place_blocks(
+        return self.once(
+            key,
+            lambda: place_blocks(
                 self.costs,
                 schedule=case.schedule,
                 ranks=mesh.pipeline_parallel_size,
@@ -100,81 +101,56 @@ class Shared:
                 last_cost=self.model.last.forward_flops,
                 layers_per_stage=mesh.layers_per_stage,
                 uniform=self.uniform,
-            )
-        layout: Layout = self._known[key]
-        return layout
+            ),
+        )
 
     def part_times(self, part: Part, case: Case) -> PartTimes:
         """Returns the times of a part for one micro-batch."""
         mesh = case.mesh
         tensor = Group(size=mesh.tensor_parallel_size, stride=mesh.stride("tensor"))
-        key = ("part", part, tensor.size, tensor.stride, case.batch.micro_size, mesh.sequence_parallel, case.kind)
-        if key not in self._known:
-            self._known[key] = self.speed.part(
+        return self.once(
+            ("part", part, tensor.size, tensor.stride, case.batch.micro_size, mesh.sequence_parallel, case.kind),
+            lambda: self.speed.part(
                 part,
                 samples=case.batch.micro_size,
                 tensor=tensor,
                 sequence_parallel=mesh.sequence_parallel,
                 kind=case.kind,
-            )
-        times: PartTimes = self._known[key]
-        return times
+            ),
+        )
 
     def time_prefixes(self, case: Case) -> tuple[list[float], ...]:
         """Sums over the blocks of forward, backward, what is computed again in it, and the tensor axis."""
-        mesh = case.mesh
-        key = (
-            "times",
-            mesh.tensor_parallel_size,
-            mesh.stride("tensor"),
-            case.batch.micro_size,
-            mesh.sequence_parallel,
-            case.kind,
-        )
-        if key not in self._known:
+        mesh, micro_size = case.mesh, case.batch.micro_size
+        tensor = (mesh.tensor_parallel_size, mesh.stride("tensor"), mesh.sequence_parallel)
+
+        def sums() -> tuple[list[float], ...]:
             rows = [self.part_times(part, case) for part in self.blocks]
             columns = ([getattr(row, name) for row in rows] for name in ("forward", "backward", "again", "tensor"))
-            self._known[key] = tuple(list(accumulate(column, initial=0.0)) for column in columns)
-        prefixes: tuple[list[float], ...] = self._known[key]
-        return prefixes
+            return tuple(list(accumulate(column, initial=0.0)) for column in columns)
+
+        return self.once(("times", *tensor, micro_size, case.kind), sums)
 
     def parameter_prefix(self, tensor: int, shards: int) -> list[float]:
-        """Sums over the blocks of their elements on a rank; with padding if there is more than one shard."""
+        """Sums over the blocks of their elements on a rank, padded for the shards."""
         key = ("parameters", tensor, shards)
-        if key not in self._known:
-            sizes = {
-                part: part.parameters_on_rank(tensor) + (part.padding(tensor, shards) if shards > 1 else 0.0)
-                for part in self.kinds
-            }
-            self._known[key] = list(accumulate((sizes[part] for part in self.blocks), initial=0.0))
-        prefix: list[float] = self._known[key]
-        return prefix
+        return self.once(key, lambda: self._prefix(lambda part: part.padded_on_rank(tensor, shards)))
 
     def largest_block(self, tensor: int, shards: int = 1) -> float:
         """Returns the elements of the largest block on a rank; padded, as it travels, for more than one shard."""
         key = ("largest", tensor, shards)
-        if key not in self._known:
-            self._known[key] = max(
-                part.parameters_on_rank(tensor) + (part.padding(tensor, shards) if shards > 1 else 0.0)
-                for part in self.kinds
-            )
-        size: float = self._known[key]
-        return size
+        return self.once(key, lambda: max(part.padded_on_rank(tensor, shards) for part in self.kinds))
 
     def kept_prefix(self, tensor: int, sequence_parallel: bool, kind: str) -> list[float]:
         """Sums over the blocks of what a sample keeps for its backward, in 16 bit."""
-        key = ("kept", tensor, sequence_parallel, kind)
-        if key not in self._known:
-            written = not self.software.fused_attention and kind == "none"
-            of_attention = kind == "selective" and self.software.selective == "attention"
-            sizes = {
-                part: part.keeps("none" if of_attention else kind).on_rank(tensor, sequence_parallel)
-                + (part.scores / tensor if written else 0.0)
-                for part in self.kinds
-            }
-            self._known[key] = list(accumulate((sizes[part] for part in self.blocks), initial=0.0))
-        prefix: list[float] = self._known[key]
-        return prefix
+        written = not self.software.fused_attention and kind == "none"
+        of_attention = kind == "selective" and self.software.selective == "attention"
+
+        def kept(part: Part) -> float:
+            live = part.keeps("none" if of_attention else kind).on_rank(tensor, sequence_parallel)
+            return live + (part.scores / tensor if written else 0.0)
+
+        return self.once(("kept", tensor, sequence_parallel, kind), lambda: self._prefix(kept))
 
     def parameters(self, mesh: MeshShape, kind: Kind) -> tuple[float, float]:
         """Returns the elements on a pipeline rank, as they are and padded for the shards."""
@@ -187,13 +163,14 @@ class Shared:
 
     def ends(self, tensor: int, shards: int, kind: Kind) -> float:
         """Returns the elements of what lies beside the blocks, padded for the shards."""
-        key = ("ends", tensor, shards, kind.has_first, kind.has_last)
-        if key not in self._known:
-            there = ((self.model.first, kind.has_first), (self.model.last, kind.has_last))
-            size = sum(part.parameters_on_rank(tensor) for part, has in there if has)
-            if shards > 1:
-                size += sum(part.padding(tensor, shards) for part, has in there if has)
-            both = kind.has_first and kind.has_last
-            self._known[key] = size - (self.model.shared_parameters / tensor if both else 0.0)
-        found: float = self._known[key]
-        return found
+        there = ((self.model.first, kind.has_first), (self.model.last, kind.has_last))
+        tied = self.model.shared_parameters / tensor if kind.has_first and kind.has_last else 0.0
+        return self.once(
+            ("ends", tensor, shards, kind.has_first, kind.has_last),
+            lambda: sum(part.padded_on_rank(tensor, shards) for part, has in there if has) - tied,
+        )
+
+    def _prefix(self, size: Callable[[Part], float]) -> list[float]:
+        """Sums over the blocks; equal blocks are the same object."""
+        sizes = {part: size(part) for part in self.kinds}
+        return list(accumulate((sizes[part] for part in self.blocks), initial=0.0))

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from lightning_3d.cost import Traffic, TrafficRow
-from lightning_3d.mesh.spec import AXES
+from lightning_3d.mesh.spec import PIPELINE_AXIS
 from lightning_3d.parallel.data.cost import DataSizes, UnitSize, data_traffic
 from lightning_3d.parallel.data.plan import DataPlan
 from lightning_3d.parallel.tensor.cost import Sums, tensor_traffic
 from lightning_3d.planner.case import Case
 from lightning_3d.planner.layout import Kind
 from lightning_3d.planner.shared import Shared
-
-_PIPELINE = next(axis.name for axis in AXES if axis.key == "pipeline")
 
 
 def step_traffic(shared: Shared, case: Case, rank: int | None = None) -> Traffic:
@@ -80,5 +78,5 @@ def _pipeline(shared: Shared, case: Case, kind: Kind) -> Traffic:
     crossings = 2 * case.stages_per_rank - kind.has_first - kind.has_last
     calls = case.microbatches * crossings
     payload = calls * round(shared.state(case) * case.batch.micro_size)
-    row = TrafficRow(operation="send", axis=_PIPELINE, group_size=ranks, calls=calls, payload=payload)
+    row = TrafficRow(operation="send", axis=PIPELINE_AXIS, group_size=ranks, calls=calls, payload=payload)
     return Traffic(rows=(row,))

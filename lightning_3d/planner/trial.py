@@ -175,7 +175,7 @@ def _machine(needed: int, cfg: DictConfig, request: Request) -> str:
     if cfg.trainer.accelerator == "cpu" or (cfg.trainer.accelerator == "auto" and not gpus):
         # Processes of a CPU share its cores; as many as a node of the cluster has are as many as the user wants.
         here, name = request.cluster.devices_per_node, "process"
-        text = f"{needed} processes on {counted(_cores(), 'core')} of this machine"
+        text = f"{counted(needed, 'process')} on {counted(_cores(), 'core')} of this machine"
     else:
         here, name = gpus, "GPU"
         text = f"{counted(needed, 'GPU')} of this machine"
@@ -183,8 +183,7 @@ def _machine(needed: int, cfg: DictConfig, request: Request) -> str:
         return text
     raise MeshError(
         f"a trial runs on this machine: the meshes have {counted(needed, 'rank')}, and there "
-        f"{'is' if here == 1 else 'are'} {here} {name}{'' if here == 1 else 'es' if name == 'process' else 's'} for "
-        "them.",
+        f"{'is' if here == 1 else 'are'} {counted(here, name)} for them.",
         valid=f"num_devices of 1 to {here}" if here else "trainer=cpu",
         fix=f"num_devices={here}" if here else "trainer=cpu cluster=cpu num_devices=2",
     )

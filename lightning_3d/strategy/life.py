@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_3d.checkpoint.layout import every_name
 from lightning_3d.checkpoint.structure import Structure
 from lightning_3d.config.schema import StrategyConfig
-from lightning_3d.errors import ModuleError
+from lightning_3d.errors import ModuleError, few_and_more
 from lightning_3d.graph.beside import kept_beside
 from lightning_3d.graph.compiled import compiled_parts
 from lightning_3d.graph.compiling import check_compiler
@@ -44,7 +44,6 @@ from lightning_3d.strategy.setup.hooks import hook_values
 from lightning_3d.strategy.setup.watching import share_gradient_hooks
 
 _WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
-_MOST_NAMES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,11 +260,9 @@ def compiled_notice(parts: Sequence[str]) -> str:
     Args:
         parts: Their names.
     """
-    others = len(parts) - _MOST_NAMES
-    names = ", ".join(parts[:_MOST_NAMES]) + (f" and {others} more" if others > 0 else "")
     return (
-        f"On the tensor axis torch.compile is left out of {names}, since it does not see through cut tensors. "
-        "Mesh3DStrategy(compile=True) compiles the blocks instead."
+        f"On the tensor axis torch.compile is left out of {few_and_more(parts, 5)}, since it does not see through cut "
+        "tensors. Mesh3DStrategy(compile=True) compiles the blocks instead."
     )
 
 

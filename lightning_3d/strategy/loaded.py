@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 
 from lightning_3d.checkpoint.report import LoadedPart
+from lightning_3d.mesh.spec import AXIS_KEYS
 
 _AVERAGES = ("current_model_state", "averaging_state")
 # What Lightning writes beside the parts that are reported one by one.
@@ -38,10 +39,10 @@ class Origin:
 
     def plain(self) -> dict[str, int]:
         """Returns it as a checkpoint holds it."""
-        return {name: getattr(self, name) for name in ("data", "pipeline", "tensor", "zero_stage")}
+        return {name: getattr(self, name) for name in (*AXIS_KEYS, "zero_stage")}
 
     def __str__(self) -> str:
-        axes = [f"{axis} {getattr(self, axis)}" for axis in ("data", "pipeline", "tensor") if getattr(self, axis) > 1]
+        axes = [f"{axis} {getattr(self, axis)}" for axis in AXIS_KEYS if getattr(self, axis) > 1]
         zero = f", zero {self.zero_stage}" if self.data > 1 else ""
         return f"{' x '.join(axes)}{zero}" if axes else "one device"
 

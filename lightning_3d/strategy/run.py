@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_3d.config.schema import StrategyConfig
 from lightning_3d.gradients import PipelineShare, clip_by_norm, clip_by_value
 from lightning_3d.mesh.device import build_device_mesh, data_axis_mesh, model_mesh, pipeline_mesh, tensor_mesh
-from lightning_3d.mesh.spec import MODEL_GROUP, MeshSpec
+from lightning_3d.mesh.spec import MODEL_GROUP, TENSOR_AXIS, MeshSpec
 from lightning_3d.random.streams import RandomStreams
 from lightning_3d.strategy.checkpoints import CheckpointDoor
 from lightning_3d.strategy.data.dealing import LoaderDealer
@@ -50,7 +50,7 @@ class RunOnMesh:
         self.model_group = model_mesh(self.mesh, timeout).get_group()
         rank = dist.get_rank()
         self.same_batches = ReplicaCheck(self.model_group, spec.group(MODEL_GROUP, rank))
-        self.same_tensors = ReplicaCheck(tensor_mesh(self.mesh).get_group(), spec.group("tensor_parallel", rank))
+        self.same_tensors = ReplicaCheck(tensor_mesh(self.mesh).get_group(), spec.group(TENSOR_AXIS, rank))
         self.world_group = whole_world()
         self.seed = _agreed_seed(self.world_group)
         self.stop = CommonStop(self.world_group)

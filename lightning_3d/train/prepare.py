@@ -13,7 +13,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_3d.config.batch import local_batch_size, num_microbatches
-from lightning_3d.config.schema import MESH_STRATEGY, BatchConfig, RunConfig, StrategyConfig, strategy_options
+from lightning_3d.config.devices import asked_devices
+from lightning_3d.config.schema import BatchConfig, RunConfig, mesh_options
 from lightning_3d.errors import CheckpointError, ConfigError, nearest
 from lightning_3d.mesh.spec import MeshSpec
 
@@ -45,9 +46,7 @@ def prepare(cfg: DictConfig) -> RunConfig:
     run = typed(cfg, RunConfig)
     runs = Path(OmegaConf.select(cfg, "paths.log_dir", default="logs")) / run.task_name
     run.ckpt_path = cfg.ckpt_path = _newest(runs) if run.ckpt_path == _LAST else _found_checkpoint(run.ckpt_path)
-    options = None
-    if cfg.strategy.get("_target_") == MESH_STRATEGY:
-        options = StrategyConfig.from_mapping(strategy_options(cfg.strategy))
+    options = mesh_options(cfg.strategy)
     world = _world(cfg)
     spec = MeshSpec.resolve(world) if options is None else MeshSpec.of(options, world)
     batch = typed(cfg.get("batch", OmegaConf.create()), BatchConfig)
@@ -119,7 +118,8 @@ def _world(cfg: DictConfig) -> int:
     started = _Started.by_torchrun()
     if started and trainer.devices == "auto":
         trainer.devices, trainer.num_nodes = started.local, started.nodes
-    devices, nodes = _device_count(trainer.devices, trainer.accelerator), int(trainer.num_nodes)
+    asked, nodes = asked_devices(trainer.devices), int(trainer.num_nodes)
+    devices = asked or (1 if trainer.accelerator == "cpu" else _visible_gpus())
     if started and devices * nodes != started.world:
         raise ConfigError(
             f"torchrun started {started.world} processes, {started.local} of them on this node, but "
@@ -150,24 +150,6 @@ class _Started:
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return None
         return cls(world=int(os.environ["WORLD_SIZE"]), local=int(os.environ["LOCAL_WORLD_SIZE"]))
-
-
-def _device_count(devices: object, accelerator: object) -> int:
-    """Returns how many processes Lightning makes of ``trainer.devices`` on one node."""
-    if isinstance(devices, ListConfig) and len(devices) > 0:
-        return len(devices)
-    if devices in ("auto", -1, "-1"):
-        return 1 if accelerator == "cpu" else _visible_gpus()
-    words = str(devices).strip(", ").split(",")
-    if all(word.strip().isdigit() for word in words):
-        count = int(words[0]) if len(words) == 1 else len(words)
-        if count > 0:
-            return count
-    raise ConfigError(
-        f"trainer.devices={devices!s} names no device",
-        valid="a number of at least 1, a list of device numbers, or auto",
-        fix="trainer.devices=2",
-    )
 
 
 def _visible_gpus() -> int:

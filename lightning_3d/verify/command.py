@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_3d.config.batch import local_batch_size
 from lightning_3d.config.compose import run_hydra
-from lightning_3d.config.schema import MESH_STRATEGY, StrategyConfig, strategy_options
+from lightning_3d.config.devices import asked_devices, smallest_world
+from lightning_3d.config.schema import needed_mesh_options
 from lightning_3d.config.search import importable_here
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh.spec import MeshSpec
@@ -74,32 +76,14 @@ def _verified(cfg: DictConfig) -> bool:
 
 def _prepare(cfg: DictConfig) -> tuple[dict[str, Any], MeshSpec]:
     """Fills in what follows from the mesh, and returns the strategy's options and the mesh."""
-    if cfg.strategy.get("_target_") != MESH_STRATEGY:
-        raise ConfigError(
-            f"verify compares a mesh with one device, but strategy._target_={cfg.strategy.get('_target_')}",
-            valid=MESH_STRATEGY,
-            fix="strategy=3d",
-        )
-    options = strategy_options(cfg.strategy)
-    config = StrategyConfig.from_mapping(options)
-    mesh = MeshSpec.of(config, _devices(cfg, config))
+    config = needed_mesh_options(cfg.strategy, "to compare with one device")
+    asked = asked_devices(cfg.trainer.devices)
+    mesh = MeshSpec.of(config, smallest_world(config, 2) if asked is None else asked * int(cfg.trainer.num_nodes))
     batch = cfg.get("batch")
     if batch is not None and batch.get("global_size") is not None:
         batch.local_size = local_batch_size(int(batch.global_size), mesh.data)
     # Told by the certificate.
-    return {**options, "explain": False}, mesh
-
-
-def _devices(cfg: DictConfig, config: StrategyConfig) -> int:
-    """Processes of the mesh; where nothing says how many, those of the degrees, with two data ranks."""
-    devices = cfg.trainer.devices
-    if isinstance(devices, int) and not isinstance(devices, bool) and devices > 0:
-        return devices * int(cfg.trainer.num_nodes)
-    if devices in ("auto", -1, "-1"):
-        data = config.data_parallel_size
-        smallest = data if isinstance(data, int) else 2 * config.data_replicate_size
-        return smallest * config.pipeline_parallel_size * config.tensor_parallel_size
-    raise ConfigError(f"trainer.devices={devices} is no number of processes", valid="a number, or auto")
+    return {**asdict(config), "explain": False}, mesh
 
 
 def _modules(node: Any) -> Iterator[str]:

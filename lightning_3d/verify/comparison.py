@@ -56,6 +56,7 @@ class Bounds:
         return self.parameter if kind in ("parameters", "other state") else self.scalar
 
 
+EXACT = Bounds(name="bits", scalar=0.0, gradient=0.0, parameter=0.0)
 FP64 = Bounds(name="fp64", scalar=1e-12, gradient=1e-11, parameter=1e-10)
 # From the second step on gradients are taken at parameters that differ, and differ by as much.
 FP32 = Bounds(name="fp32", scalar=1e-5, gradient=1e-4, parameter=1e-4)
@@ -196,8 +197,7 @@ def norms(record: Record) -> list[float]:
 
 def unlike(first: Record, second: Record) -> str:
     """Returns the first thing in which two runs differ by a bit, in words; empty if there is none."""
-    exact = Bounds(name="bits", scalar=0.0, gradient=0.0, parameter=0.0)
-    for check in compare(first, second, exact):
+    for check in compare(first, second, EXACT):
         if check.wrong:
             return f"{check.kind}: {check.wrong[0].place} by {check.wrong[0].error:.1e}"
     return ""

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_3d.batches.weights import LOSS_WEIGHT
+from lightning_3d.batches.weights import LOSS_WEIGHT, loss_of
 from lightning_3d.strategy import Mesh3DStrategy
 
 _FILE = "record.pt"
@@ -94,8 +94,8 @@ class Recorder(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Writes down the loss over all data ranks, and what was logged."""
-        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        if isinstance(loss, Tensor):
+        loss = loss_of(outputs)
+        if loss is not None:
             weight = outputs.get(LOSS_WEIGHT) if isinstance(outputs, dict) else None
             self.record.losses.append(_mean(trainer, loss, weight))
         self.record.logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})

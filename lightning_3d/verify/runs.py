@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 
-from lightning_3d.mesh.spec import MeshSpec
+from lightning_3d.mesh.spec import AXIS_KEYS, MeshSpec
 from lightning_3d.verify.job import FitOrder, TakeOrder, fit, mesh_of, take_batches
 from lightning_3d.verify.processes import Crew
 from lightning_3d.verify.record import Record
 from lightning_3d.verify.subject import Subject
 
-AXES = ("data", "pipeline", "tensor")
 # What is no matter of the mesh, and so holds on one device as well.
 _OF_BOTH = ("layout_free_random", "pretrained", "pretrained_strict", "on_nonfinite", "timeout_seconds")
 _OF_PIPELINE = ("pipeline_schedule", "stages_per_rank", "layers_per_stage", "pipeline_stack")
@@ -145,7 +144,7 @@ class Runs(AbstractContextManager["Runs"]):
         """Trains on a mesh that has only some of the axes, each with its degree.
 
         Args:
-            axes: Some of `AXES`.
+            axes: Some of `AXIS_KEYS`.
             precision: Name of the precision.
             trace: Keep what modules return.
             changes: Options that differ from the request's.
@@ -156,7 +155,7 @@ class Runs(AbstractContextManager["Runs"]):
         """Returns the strategy's options on a mesh that has only some of the axes."""
         mesh = self.request.mesh
         options = dict(self.request.options)
-        for axis in AXES:
+        for axis in AXIS_KEYS:
             options[f"{axis}_parallel_size"] = getattr(mesh, axis) if axis in axes else 1
         if "data" not in axes:
             options |= {"data_replicate_size": 1}
@@ -171,7 +170,7 @@ class Runs(AbstractContextManager["Runs"]):
     def _fit(self, options: dict[str, Any], precision: str, *, watch: bool = False, trace: bool = False) -> Trained:
         request, directory = self.request, self._new()
         world = 1
-        for axis in AXES:
+        for axis in AXIS_KEYS:
             world *= options.get(f"{axis}_parallel_size", 1)
         order = FitOrder(
             subject=request.subject,

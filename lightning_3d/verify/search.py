@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
 from torch import Tensor
 
-from lightning_3d.errors import Lightning3DError, RunError
+from lightning_3d.config.schema import ONE_STAGE_SCHEDULES
+from lightning_3d.errors import Lightning3DError, RunError, few_and_more
 from lightning_3d.log import get_logger
-from lightning_3d.mesh.spec import MeshSpec
+from lightning_3d.mesh.spec import AXIS_KEYS, MeshSpec
 from lightning_3d.verify.certificate import Place
 from lightning_3d.verify.comparison import Bounds, Check, compare, error, same_everywhere
 from lightning_3d.verify.record import Record
-from lightning_3d.verify.runs import AXES, Runs, Trained
+from lightning_3d.verify.runs import Runs, Trained
 
 _log = get_logger(__name__)
 
@@ -65,7 +66,7 @@ def place_on_mesh(ground: Ground, checks: Sequence[Check]) -> Place:
         checks: What is wrong on the whole mesh.
     """
     mesh = ground.runs.request.mesh
-    present = tuple(axis for axis in AXES if getattr(mesh, axis) > 1)
+    present = tuple(axis for axis in AXIS_KEYS if getattr(mesh, axis) > 1)
     facts: list[str] = []
     axes = present
     for some in _smaller(present):
@@ -115,7 +116,7 @@ def place_of_failure(runs: Runs, precision: str, failure: RunError) -> Place:
         failure: What happened on the whole mesh.
     """
     mesh = runs.request.mesh
-    axes = present = tuple(axis for axis in AXES if getattr(mesh, axis) > 1)
+    axes = present = tuple(axis for axis in AXIS_KEYS if getattr(mesh, axis) > 1)
     facts = []
     for some in _smaller(present):
         try:
@@ -241,7 +242,7 @@ def _candidates(options: Mapping[str, Any], axes: tuple[str, ...], module: str |
             yield {"replay": False}
         if options.get("sequence_parallel"):
             yield {"sequence_parallel": False}
-    if "pipeline" in axes and options.get("pipeline_schedule", "1f1b") not in ("1f1b", "gpipe"):
+    if "pipeline" in axes and options.get("pipeline_schedule", "1f1b") not in ONE_STAGE_SCHEDULES:
         yield {"pipeline_schedule": "1f1b", "stages_per_rank": "auto", "layers_per_stage": None}
     if "data" in axes and options.get("zero_stage", 1) != 0:
         yield {"zero_stage": 0, "data_replicate_size": 1, "cpu_offload": False}
@@ -260,7 +261,5 @@ def _inside(module: str, name: str) -> bool:
     return module == name or module.startswith(f"{name}.")
 
 
-def _named(names: Any) -> str:
-    listed = list(dict.fromkeys(names))
-    more = f" and {len(listed) - _MOST_NAMED} more" if len(listed) > _MOST_NAMED else ""
-    return ", ".join(f"'{name}'" for name in listed[:_MOST_NAMED]) + more
+def _named(names: Iterable[str]) -> str:
+    return few_and_more((f"'{name}'" for name in dict.fromkeys(names)), _MOST_NAMED)

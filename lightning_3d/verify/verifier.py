@@ -10,14 +10,16 @@ from importlib import metadata
 from typing import Any
 
 from lightning_3d import __version__
+from lightning_3d.config.devices import smallest_world
 from lightning_3d.config.schema import StrategyConfig
-from lightning_3d.errors import ConfigError, RunError, nearest
+from lightning_3d.errors import ConfigError, RunError, few_and_more, nearest
 from lightning_3d.log import get_logger
+from lightning_3d.mesh.spec import AXIS_KEYS
 from lightning_3d.precision import PRECISIONS
 from lightning_3d.strategy import Mesh3DStrategy
 from lightning_3d.verify.certificate import Certificate, Place, Setting
-from lightning_3d.verify.comparison import FP32, FP64, Bounds, compare, not_finite, reduced, unlike
-from lightning_3d.verify.runs import AXES, Request, Runs, Trained
+from lightning_3d.verify.comparison import EXACT, FP32, FP64, Bounds, compare, not_finite, reduced, unlike
+from lightning_3d.verify.runs import Request, Runs, Trained
 from lightning_3d.verify.search import Ground, place_alone, place_of_failure, place_on_mesh
 from lightning_3d.verify.subject import GivenSubject
 
@@ -89,7 +91,7 @@ def verify(
         subject=subject,
         layers=layers,
         options=options,
-        world=_world(options) if devices is None else devices,
+        world=smallest_world(StrategyConfig.from_mapping(options), 2) if devices is None else devices,
         steps=steps,
         trainer=trainer or {},
         seed=seed,
@@ -137,7 +139,7 @@ class _Case:
             return replace(plain, repeats=repeats, place=place_alone(self._runs, precision, repeats))
         _log.info("verify: %s", self._runs.request.mesh)
         try:
-            mesh = self._runs.on(AXES, precision)
+            mesh = self._runs.on(AXIS_KEYS, precision)
         except RunError as error:
             _log.info("verify: it fails there; looking for the axis")
             return replace(plain, place=place_of_failure(self._runs, precision, error))
@@ -186,19 +188,13 @@ class _Case:
                 return FP64
             name, place = next(iter(narrow.items()))
             where = f"'{place}' computes in {name}"
-            return Bounds(
-                name=f"fp32, since {where} inside",
-                scalar=FP32.scalar,
-                gradient=FP32.gradient,
-                parameter=FP32.parameter,
-            )
+            return replace(FP32, name=f"fp32, since {where} inside")
         _log.info("verify: one device in fp32, to measure how far %s is off", precision)
         in_fp32 = self._runs.alone(_PLAIN)
         tensor = self._runs.request.mesh.tensor > 1
         # Each rank rounds its summands: a loss that is off by less than one rounding cannot be told from luck.
         least = _BF16_ROUNDING if tensor else 0.0
-        exact = Bounds(name="", scalar=0.0, gradient=0.0, parameter=0.0)
-        return reduced(precision, compare(alone.record, in_fp32.record, exact), least_scalar=least)
+        return reduced(precision, compare(alone.record, in_fp32.record, EXACT), least_scalar=least)
 
     def _certificate(self, precision: str, alone: Trained) -> Certificate:
         request, told = self._runs.request, self._runs.told
@@ -216,7 +212,7 @@ class _Case:
             shrunk=tuple(alone.facts["cuts"]),
             parameters=alone.record.elements,
             mesh=str(request.mesh),
-            options=_told(self._runs.options_on(AXES)),
+            options=_told(self._runs.options_on(AXIS_KEYS)),
             microbatches=self._runs.microbatches,
             steps=(len(alone.record.gradients), request.accumulate),
             precision=precision,
@@ -234,37 +230,31 @@ class _Case:
 def _random(draws: Mapping[str, int]) -> str:
     if not draws:
         return "nothing draws random numbers in training, so no streams were compared"
-    places = [f"'{name}'" for name in draws]
-    more = f" and {len(places) - _MOST_PLACES} more" if len(places) > _MOST_PLACES else ""
-    return f"on in {', '.join(places[:_MOST_PLACES])}{more}; other draws would show in losses and gradients"
+    places = few_and_more((f"'{name}'" for name in draws), _MOST_PLACES)
+    return f"on in {places}; other draws would show in losses and gradients"
 
 
 def _told(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options that differ from their defaults; the stage of ZeRO in any case."""
+    return {"zero_stage": options.get("zero_stage", StrategyConfig.zero_stage), **_unusual(options)}
+
+
+def _unusual(options: Mapping[str, Any]) -> dict[str, Any]:
     default = asdict(StrategyConfig())
-    found = {name: value for name, value in options.items() if value != default[name]}
-    return {"zero_stage": options.get("zero_stage", default["zero_stage"]), **found}
+    return {name: value for name, value in options.items() if value != default[name]}
 
 
 def _options(strategy: Any) -> dict[str, Any]:
     if strategy is None:
         return {}
     if isinstance(strategy, Mesh3DStrategy):
-        default = asdict(StrategyConfig())
-        return {name: value for name, value in asdict(strategy.config).items() if value != default[name]}
+        return _unusual(asdict(strategy.config))
     if isinstance(strategy, Mapping):
         StrategyConfig.from_mapping(strategy)
         return dict(strategy)
     raise ConfigError(
         f"strategy is a {type(strategy).__name__}", valid="a Mesh3DStrategy, or a mapping of its options", fix="None"
     )
-
-
-def _world(options: Mapping[str, Any]) -> int:
-    data = options.get("data_parallel_size", AUTO)
-    others = int(options.get("pipeline_parallel_size", 1)) * int(options.get("tensor_parallel_size", 1))
-    replicas = int(options.get("data_replicate_size", 1))
-    return others * (data if isinstance(data, int) else 2 * replicas)
 
 
 def _fitting(request: Request) -> tuple[Request, list[str]]:

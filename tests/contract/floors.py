@@ -16,12 +16,12 @@ FLOORS = (
     ("parallel.data", "parallel.tensor", "parallel.pipeline", "checkpoint", "gradients", "initial", "faults"),
     ("mesh", "graph", "precision", "cost", "shards", "random", "counters", "batches"),
     ("config",),
-    ("errors", "log", "units"),
+    ("errors", "log", "pictures", "units", "wire"),
 )
 # Imports nothing of the library, and nothing of the library imports it.
 ISLAND = "reference"
 # The floors that must answer before torch is imported.
-WITHOUT_TORCH = ("__main__", "cli", "config", "errors", "log", "units")
+WITHOUT_TORCH = ("__main__", "cli", "config", "errors", "log", "pictures", "units", "wire")
 TORCH = ("torch", "lightning", "torchmetrics")
 
 _LEVEL = {name: level for level, names in enumerate(FLOORS) for name in names}

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from lightning_3d.errors import ConfigError, ModuleError, RunError
+from lightning_3d.mesh.spec import AXIS_KEYS
 from lightning_3d.verify import Certificate, verify
 from lightning_3d.verify.processes import Crew
-from lightning_3d.verify.runs import AXES, Request, Runs
+from lightning_3d.verify.runs import Request, Runs
 from lightning_3d.verify.subject import GivenSubject
 from tests.marks import more
 from tests.spmd import verified
@@ -152,8 +153,8 @@ def test_the_hash_of_a_plan_is_that_of_the_mesh() -> None:
     options = {"data_parallel_size": 1, "tensor_parallel_size": 2}
     fixed: dict[str, Any] = {"layers": None, "world": 2, "steps": 1, "trainer": {}, "seed": 0, "seconds": _SECONDS}
     with Runs(Request(subject=subject, options=options, **fixed)) as runs:
-        first, second = (runs.on(AXES, "64-true").record for _ in range(2))
-        other = runs.on(AXES, "64-true", changes={"tensor_plan": {"blocks.0.*": "replicate"}}).record
+        first, second = (runs.on(AXIS_KEYS, "64-true").record for _ in range(2))
+        other = runs.on(AXIS_KEYS, "64-true", changes={"tensor_plan": {"blocks.0.*": "replicate"}}).record
     assert first.plan_hash == second.plan_hash != other.plan_hash
 
 

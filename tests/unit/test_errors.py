@@ -5,7 +5,15 @@ import pytest
 from torch import nn
 
 from lightning_3d import errors
-from lightning_3d.errors import CheckpointError, ConfigError, Lightning3DError, MeshError, nearest, user_line
+from lightning_3d.errors import (
+    CheckpointError,
+    ConfigError,
+    Lightning3DError,
+    MeshError,
+    few_and_more,
+    nearest,
+    user_line,
+)
 from lightning_3d.graph.calls import Call, around_calls
 from lightning_3d.reference import language_model
 
@@ -24,6 +32,11 @@ def test_valid_values_are_listed(valid: object, text: str) -> None:
 
 def test_text_without_more_to_say_is_the_fact() -> None:
     assert str(Lightning3DError("fact")) == "fact"
+
+
+def test_the_first_names_are_told_and_how_many_more_there_are() -> None:
+    assert few_and_more("abc") == few_and_more(iter("abc"), 3) == "a, b, c"
+    assert few_and_more(map(str, range(20)), 2) == "0, 1 and 18 more"
 
 
 def test_error_survives_the_way_between_processes() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -17,7 +18,6 @@ from lightning_3d.gradients import (
     clip_by_value,
     local_gradients,
     scale_gradients,
-    total_norm,
 )
 
 
@@ -32,17 +32,13 @@ def parameters() -> list[Tensor]:
     return made
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
-def test_norm_is_that_of_one_vector(norm_type: float) -> None:
+def test_norm_is_that_of_one_vector() -> None:
     flat = torch.cat([gradient.double().flatten() for gradient in local_gradients(parameters())])
-    assert float(total_norm(parameters(), group=None, norm_type=norm_type)) == pytest.approx(
-        float(flat.norm(norm_type))
-    )
+    assert float(clip_by_norm(parameters(), math.inf, group=None)) == pytest.approx(float(flat.norm()))
 
 
 def test_parameters_without_gradients_count_nothing() -> None:
     assert len(local_gradients(parameters())) == 2
-    assert float(total_norm([nn.Parameter(torch.ones(2))], group=None)) == 0
     assert float(clip_by_norm([nn.Parameter(torch.ones(2))], 1.0, group=None)) == 0
 
 
@@ -70,20 +66,17 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
-def test_norm_of_parts(mesh: DeviceMesh, norm_type: float) -> None:
+def test_norm_of_parts(mesh: DeviceMesh) -> None:
     cut = nn.Parameter(DTensor.from_local(torch.zeros(4), mesh, [Shard(0)]))
     cut.grad = DTensor.from_local(torch.tensor([1.0, -2.0, 0.0, 2.0]), mesh, [Shard(0)])
     whole = nn.Parameter(torch.zeros(1))
     whole.grad = torch.tensor([4.0])
-    expected = 5.0 if norm_type == 2.0 else 4.0
-    norm = total_norm([cut, whole], group=dist.group.WORLD, norm_type=norm_type)
-    assert float(norm) == expected
+    norm = clip_by_norm([cut, whole], math.inf, group=dist.group.WORLD)
+    assert float(norm) == 5.0
     assert not isinstance(norm, DTensor)
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
-def test_norm_over_parameters_of_different_meshes(norm_type: float) -> None:
+def test_norm_over_parameters_of_different_meshes() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     try:
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicas", "shards", "tensor"))
@@ -98,21 +91,20 @@ def test_norm_over_parameters_of_different_meshes(norm_type: float) -> None:
         ]
         made = [nn.Parameter(torch.zeros(1))]
         made[0].grad = torch.tensor([2.0])
-        expected = 2.0**norm_type
+        expected = 2.0**2
         for own, placements, holders in kinds:
             cut = nn.Parameter(DTensor.from_local(torch.zeros(3), own, placements, run_check=False))
             cut.grad = DTensor.from_local(torch.tensor([1.0, -2.0, 3.0]), own, placements, run_check=False)
             made.append(cut)
             # All ranks of the fake world hold what this one does.
-            expected += 8 / holders * sum(value**norm_type for value in (1.0, 2.0, 3.0))
-        expected = 3.0 if norm_type == float("inf") else (expected / 8) ** (1 / norm_type)
-        assert float(total_norm(made, group=dist.group.WORLD, norm_type=norm_type)) == pytest.approx(expected)
+            expected += 8 / holders * sum(value**2 for value in (1.0, 2.0, 3.0))
+        norm = clip_by_norm(made, math.inf, group=dist.group.WORLD)
+        assert float(norm) == pytest.approx((expected / 8) ** 0.5)
     finally:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
-def test_norm_over_stages_counts_shared_parameters_once(norm_type: float) -> None:
+def test_norm_over_stages_counts_shared_parameters_once() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=12)
     try:
         mesh = init_device_mesh("cpu", (2, 3, 2), mesh_dim_names=("data", "pipeline", "tensor"))
@@ -122,13 +114,12 @@ def test_norm_over_stages_counts_shared_parameters_once(norm_type: float) -> Non
         cut = nn.Parameter(DTensor.from_local(torch.zeros(1), mesh["data"], [Shard(0)], run_check=False))
         cut.grad = DTensor.from_local(torch.tensor([3.0]), mesh["data"], [Shard(0)], run_check=False)
         share = PipelineShare(ranks=3, holders={made[1]: 2}, device=torch.device("cpu"))
-        norm = total_norm([*made, cut], group=dist.group.WORLD, norm_type=norm_type, share=share)
+        norm = clip_by_norm([*made, cut], math.inf, group=dist.group.WORLD, share=share)
         # The fake world adds nothing to what this rank counts: 1 of the 4 ranks that hold the first parameter, of the
         # 8 that hold the second, and of the 2 that hold each element of the last.
-        expected = 3.0 if norm_type == float("inf") else (4 / 4 + 4 / 8 + 9 / 2) ** 0.5
-        assert float(norm) == pytest.approx(expected)
+        assert float(norm) == pytest.approx((4 / 4 + 4 / 8 + 9 / 2) ** 0.5)
         # A rank without gradients takes part all the same, in the same dtype.
-        nothing = total_norm([], group=dist.group.WORLD, norm_type=norm_type, share=share)
+        nothing = clip_by_norm([], math.inf, group=dist.group.WORLD, share=share)
         assert (float(nothing), nothing.dtype, norm.dtype) == (0.0, torch.float64, torch.float64)
         assert float(clip_by_norm([nn.Parameter(torch.ones(1))], 1.0, group=dist.group.WORLD, share=share)) == 0.0
     finally:

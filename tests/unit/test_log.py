@@ -3,8 +3,9 @@ import threading
 import time
 
 import pytest
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from lightning_3d.log import get_logger, info_once, process_rank, told_if_slow
+from lightning_3d.log import get_logger, info_on_first_rank, process_rank, told_if_slow
 
 _VARIABLES = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
 
@@ -13,6 +14,7 @@ _VARIABLES = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in _VARIABLES:
         monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
 
 
 def test_rank_is_0_alone() -> None:
@@ -31,12 +33,19 @@ def test_global_rank_wins_over_the_local_one(monkeypatch: pytest.MonkeyPatch) ->
     assert process_rank() == 9
 
 
+def test_what_a_strategy_has_set_wins_over_what_nodes_count_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(rank_zero_only, "rank", 5)
+    assert process_rank() == 5
+
+
 def test_only_rank_0_speaks(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     logger = get_logger("lightning_3d.test")
     with caplog.at_level(logging.INFO, logger.name):
-        info_once(logger, "from rank 0")
+        info_on_first_rank(logger, "from rank 0")
         monkeypatch.setenv("RANK", "1")
-        info_once(logger, "from rank 1")
+        info_on_first_rank(logger, "from rank 1")
     assert caplog.messages == ["from rank 0"]
 
 

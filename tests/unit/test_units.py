@@ -39,6 +39,12 @@ def test_numbers_of_things(count: int, text: str) -> None:
     assert counted(count, "node") == text
 
 
+@pytest.mark.parametrize(("noun", "text"), [("batch", "2 batches"), ("process", "2 processes"), ("GPU", "2 GPUs")])
+def test_plurals_that_are_spoken_with_a_vowel(noun: str, text: str) -> None:
+    assert counted(2, noun) == text
+    assert counted(1, noun) == f"1 {noun}"
+
+
 @pytest.mark.parametrize(("count", "text"), [(87.5e9, "87.5 GB"), (0.3e9, "0.3 GB"), (3.21e6, "3.2 MB"), (0, "0.0 MB")])
 def test_bytes_as_memories_are_told(count: float, text: str) -> None:
     assert format_gb(count) == text

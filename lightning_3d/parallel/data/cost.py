@@ -24,14 +24,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_3d.cost import Footprint, Traffic, TrafficRow
 from lightning_3d.graph.parameters import ParameterInfo, ParameterTable
-from lightning_3d.mesh.spec import DATA_REPLICATE, DATA_SHARD, MeshSpec
+from lightning_3d.mesh.spec import DATA_AXIS, DATA_REPLICATE, DATA_SHARD, MeshSpec
 from lightning_3d.parallel.data.plan import DataPlan, stage_units, unit_parameters
 
 # Moments of an optimizer step at which no unit is at work:
 # between two steps; between forward and backward of a micro-batch that is not the first; after the last backward.
 Moment = Literal["between_steps", "before_backward", "after_backward"]
 
-_DATA = "data_parallel"
 # DDP's first bucket, so that reducing starts early, and the others.
 _BUCKET_LIMITS = (2**20, 25 * 2**20)
 _USED_MAP_BYTES = 4
@@ -153,11 +152,11 @@ def data_traffic(plan: DataPlan, sizes: DataSizes, *, microbatches: int) -> Traf
     """
     if plan.engine == "ddp":
         reduced = (*sizes.buckets, sizes.used_map)
-        return Traffic(rows=_row("all_reduce", _DATA, sizes.replicas, reduced))
+        return Traffic(rows=_row("all_reduce", DATA_AXIS, sizes.replicas, reduced))
     gathers = 2 * microbatches if plan.zero_stage == 3 else 1
     scatters = microbatches if plan.zero_stage >= 2 else 1
     hybrid = plan.engine == "fully_shard" and sizes.replicas > 1
-    shard_axis, replica_axis = (DATA_SHARD, DATA_REPLICATE) if hybrid else (_DATA, _DATA)
+    shard_axis, replica_axis = (DATA_SHARD, DATA_REPLICATE) if hybrid else (DATA_AXIS, DATA_AXIS)
     units = (*sizes.blocks, sizes.root)
     gathered = [unit.gathered for unit in sizes.blocks for _ in range(gathers)] + [sizes.root.gathered]
     scattered = [unit.reduced for unit in units for _ in range(scatters)]

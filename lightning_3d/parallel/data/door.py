@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -10,6 +10,9 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from lightning_3d.graph.calls import OURS
 from lightning_3d.parallel.data.zero import BackwardSettings
+
+# FSDP2's name for the parameters of a unit, which it does not export.
+ParameterGroup = Any
 
 _NAME = f"{OURS}door"
 
@@ -49,6 +52,11 @@ def only_by_doors(root: FSDPModule) -> None:
 def units_of(root: FSDPModule) -> list[FSDPModule]:
     """Returns the modules that FSDP2 shards, the root first."""
     return [child for child in as_module(root).modules() if isinstance(child, FSDPModule)]
+
+
+def groups_of(units: Iterable[FSDPModule]) -> list[ParameterGroup]:
+    """Returns what FSDP2 gathers together, each once: modules that it was given together have the same."""
+    return list({id(group): group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups}.values())
 
 
 def tell(unit: FSDPModule, settings: BackwardSettings) -> None:

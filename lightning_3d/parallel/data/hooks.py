@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_3d.graph.parameters import refuse_accumulation_hooks
-from lightning_3d.parallel.data.kept import UnitParameter, groups_of
+from lightning_3d.parallel.data.door import groups_of
+from lightning_3d.parallel.data.kept import UnitParameter
 
 Hooks = tuple[Any, ...]
 
@@ -42,7 +43,7 @@ class GradientHooks:
             return
         parameters = dict(self._module.named_parameters())
         hooks: Mapping[int, Hooks] = {id(parameters[name]): held for name, held in self._hooks.items()}
-        for group in {id(group): group for unit in units for group in groups_of(unit)}.values():
+        for group in groups_of(units):
             for parameter in group.fsdp_params:
                 held = hooks.get(id(parameter.sharded_param))
                 if held is not None:

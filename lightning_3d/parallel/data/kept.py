@@ -9,11 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_3d.parallel.data.door import as_module
+from lightning_3d.parallel.data.door import ParameterGroup, as_module, groups_of
 from lightning_3d.shards.writes import version_of
 
-# FSDP2's names for a unit and for a parameter of it, which it does not export.
-ParameterGroup = Any
+# FSDP2's name for a parameter of a unit, which it does not export.
 UnitParameter = Any
 
 
@@ -29,8 +28,7 @@ class KeptUnits:
     """
 
     def __init__(self, units: Sequence[FSDPModule]) -> None:
-        # Modules that were given to FSDP2 together are one unit.
-        self._groups: dict[int, ParameterGroup] = {id(group): group for unit in units for group in groups_of(unit)}
+        self._groups = {id(group): group for group in groups_of(units)}
         self._versions: dict[int, list[Hashable]] = {}
 
     def hide(self) -> None:
@@ -47,8 +45,7 @@ class KeptUnits:
         Args:
             units: Whose; None for all.
         """
-        groups = self._groups.values() if units is None else (group for unit in units for group in groups_of(unit))
-        for group in groups:
+        for group in self._groups.values() if units is None else groups_of(units):
             if group.is_unsharded and not _is_shown(group):
                 for parameter in group.fsdp_params:
                     # FSDP2's own, which has a gathered parameter train as its shard does.
@@ -81,11 +78,6 @@ class KeptUnits:
     def _show_called(self, unit: nn.Module, inputs: Any) -> None:
         assert isinstance(unit, FSDPModule)
         self.show([unit])
-
-
-def groups_of(unit: FSDPModule) -> Sequence[ParameterGroup]:
-    """Returns what FSDP2 gathers together; modules that it was given together have the same."""
-    return unit._get_fsdp_state()._fsdp_param_groups
 
 
 def _is_shown(group: ParameterGroup) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lightning_3d.graph.blocks import Stack
+from lightning_3d.graph.blocks import Stack, outwards
 from lightning_3d.graph.parameters import ParameterInfo, ParameterTable
 from lightning_3d.units import counted
 
@@ -148,7 +148,7 @@ def stage_units(
 
 
 def _is_in(name: str, modules: Collection[str]) -> bool:
-    return name in modules or any(prefix in modules for prefix in _prefixes(name))
+    return name in modules or any(prefix in modules for prefix in outwards(name))
 
 
 def _holds(module: str, parameters: Collection[str]) -> bool:
@@ -167,10 +167,4 @@ def unit_parameters(table: ParameterTable, units: tuple[ShardUnit, ...]) -> tupl
 
 def _home(name: str, home: dict[str, int], root: int) -> int:
     """The innermost group that a parameter lies in, or the root."""
-    return next((home[prefix] for prefix in _prefixes(name) if prefix in home), root)
-
-
-def _prefixes(name: str) -> Iterator[str]:
-    """The modules that something lies in, innermost first."""
-    parts = name.split(".")
-    return (".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1))
+    return next((home[prefix] for prefix in outwards(name) if prefix in home), root)

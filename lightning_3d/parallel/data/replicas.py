@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_3d.errors import ModuleError
 from lightning_3d.graph.parameters import class_name
-from lightning_3d.parallel.data.door import as_module
+from lightning_3d.parallel.data.door import as_module, groups_of
 
 
 def check_replicas_met(units: Iterable[FSDPModule]) -> None:
@@ -24,7 +24,7 @@ def check_replicas_met(units: Iterable[FSDPModule]) -> None:
         ModuleError: A unit still keeps gradients.
     """
     for unit in units:
-        if any(group._partial_reduce_output is not None for group in unit._get_fsdp_state()._fsdp_param_groups):
+        if any(group._partial_reduce_output is not None for group in groups_of([unit])):
             raise ModuleError(
                 f"a {class_name(as_module(unit))} got gradients in some micro-batches of an optimizer step, but none "
                 "in the last one; with replicas and zero_stage 2 or 3 they would be lost.",

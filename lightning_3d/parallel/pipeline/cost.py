@@ -10,13 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_3d.cost import Traffic, TrafficRow
+from lightning_3d.mesh.spec import PIPELINE_AXIS
 from lightning_3d.parallel.pipeline.plan import PipelinePlan
 from lightning_3d.parallel.pipeline.schedule.actions import runnable_microbatches
 from lightning_3d.parallel.pipeline.schedule.simulate import StageTimes, simulate
 from lightning_3d.parallel.pipeline.schedule.timeline import Timeline
 from lightning_3d.units import format_bytes
-
-_PIPELINE = "pipeline_parallel"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +75,7 @@ def pipeline_traffic(plan: PipelinePlan, *, rank: int, microbatches: int, batche
     sent += [size for crossing in crossings if crossing.receiver == rank for size in crossing.backward]
     times = batches * _run(plan, microbatches)
     row = TrafficRow(
-        operation="send", axis=_PIPELINE, group_size=plan.ranks, calls=times * len(sent), payload=times * sum(sent)
+        operation="send", axis=PIPELINE_AXIS, group_size=plan.ranks, calls=times * len(sent), payload=times * sum(sent)
     )
     return Traffic(rows=(row,) if sent else ())
 

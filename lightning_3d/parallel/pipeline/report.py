@@ -101,7 +101,7 @@ class StepTimelines:
             path: Where the picture is written.
 
         Raises:
-            ConfigError: matplotlib is not installed.
+            ConfigError: matplotlib is not installed or does not know the format, or the file cannot be written.
         """
         units = {"measured": "seconds", "theoretical": "by the counted cost of the stages"}
         save_png(path, {"measured": self.measured, "theoretical": self.theoretical}, units)

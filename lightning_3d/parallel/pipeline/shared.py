@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.mesh.spec import AXES
-
-_PIPELINE = next(axis.name for axis in AXES if axis.key == "pipeline")
+from lightning_3d.mesh.spec import PIPELINE_AXIS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,9 +78,9 @@ class SharedGradients:
 def _group_of(ranks: Sequence[int], mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """The group of some pipeline ranks that this rank belongs to; every rank of the mesh takes part in making it."""
     assert mesh.mesh_dim_names is not None
-    dim = mesh.mesh_dim_names.index(_PIPELINE)
+    dim = mesh.mesh_dim_names.index(PIPELINE_AXIS)
     if len(ranks) == mesh.size(dim):
-        return mesh.get_group(_PIPELINE)
+        return mesh.get_group(PIPELINE_AXIS)
     rows = mesh.mesh.movedim(dim, -1).flatten(0, -2)[:, list(ranks)]
     own: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration(rows.tolist())[0]
     return own

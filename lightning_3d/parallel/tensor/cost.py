@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lightning_3d.cost import Traffic, TrafficRow
-
-_TENSOR = "tensor_parallel"
+from lightning_3d.mesh.spec import TENSOR_AXIS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,5 +59,5 @@ def tensor_traffic(sums: Iterable[Sums], *, size: int, microbatches: int, sequen
 
 
 def _row(operation: str, size: int, calls: int, payload: int) -> Traffic:
-    row = TrafficRow(operation=operation, axis=_TENSOR, group_size=size, calls=calls, payload=calls * payload)
+    row = TrafficRow(operation=operation, axis=TENSOR_AXIS, group_size=size, calls=calls, payload=calls * payload)
     return Traffic(rows=(row,) if row.payload else ())

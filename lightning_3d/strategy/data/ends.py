@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.data import _update_dataloader
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_3d.batches.loaders import LoaderInPlace
 from lightning_3d.batches.logs import log_options, reduction_name
 from lightning_3d.checkpoint.agreement import gather
 from lightning_3d.errors import BatchError
@@ -190,31 +191,24 @@ class LoaderEnds:
             self._collectives.reduce(tensor.squeeze(), given.get("sync_dist_group"), operation)
 
 
-class _ShortLoader:
+class _ShortLoader(LoaderInPlace):
     """A loader that ends early; everything else is the loader's own."""
 
     def __init__(self, loader: Any, length: int) -> None:
-        self._loader = loader
-        self._length = length
+        super().__init__(loader, _length=length)
 
     def __len__(self) -> int:
-        return self._length
+        return int(self._length)
 
     def __iter__(self) -> Iterator[Any]:
         return itertools.islice(iter(self._loader), self._length)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
 
-
-class _AgreedLoader:
+class _AgreedLoader(LoaderInPlace):
     """A loader of unknown length whose data ranks ask each other before every batch."""
 
     def __init__(self, loader: Any, ends: LoaderEnds, trainer: Trainer, repeat: Repeat | None) -> None:
-        self._loader = loader
-        self._ends = ends
-        self._trainer = trainer
-        self._repeat = repeat
+        super().__init__(loader, _ends=ends, _trainer=trainer, _repeat=repeat)
 
     def __iter__(self) -> Iterator[Any]:
         last: Any = None
@@ -245,9 +239,6 @@ class _AgreedLoader:
         several = combined._mode == "sequential" and len(combined.flattened) > 1
         limit = float("inf") if combined.limits is None else combined.limits[number]
         return (number,) if several else (), limit
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
 
 
 def _nothing_on_some(count: int, ranks: int) -> BatchError:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from lightning_3d.config.batch import MICROBATCHES_PER_RANK
 from lightning_3d.config.schema import StrategyConfig
 from lightning_3d.mesh.spec import MeshSpec
 
@@ -47,7 +48,7 @@ def _fewer_samples(config: StrategyConfig, spec: MeshSpec) -> Iterator[str]:
     elif size is None and spec.pipeline == 1:
         yield "num_microbatches=2 or more, now 1"
     elif size is None:
-        yield f"micro_batch_size=1, now as large as {4 * spec.pipeline} micro-batches need"
+        yield f"micro_batch_size=1, now as large as {MICROBATCHES_PER_RANK * spec.pipeline} micro-batches need"
 
 
 def _recomputation(config: StrategyConfig) -> Iterator[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
@@ -87,17 +86,8 @@ class FirstStep:
     def __call__(self) -> Any:
         """Runs the step and returns its output."""
         step: Callable[..., Any] = getattr(self._module, self.method)
-        with self._context():
+        with self._precision.step_context(self._stage):
             return step(*self.args)
-
-    def _context(self) -> AbstractContextManager[Any]:
-        contexts = {
-            "training": self._precision.train_step_context,
-            "validation": self._precision.val_step_context,
-            "test": self._precision.test_step_context,
-            "predict": self._precision.predict_step_context,
-        }
-        return contexts[self._stage]()
 
     def _first_arguments(self) -> tuple[Any, ...]:
         combined = self._loaders()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -49,7 +49,7 @@ class Evaluator:
             stage: "validation", "test" or "predict".
             args: Batch, batch index and, with several loaders, their index.
         """
-        output = self._steps.evaluation_step(stage, self._context(stage), *args)
+        output = self._steps.evaluation_step(stage, partial(self._precision.step_context, stage), *args)
         self._logged.batch_ran()
         loop: Any = self._module.trainer._active_loop
         # A step that takes the batch alone has one loader, whose batches the loop counts.
@@ -73,14 +73,6 @@ class Evaluator:
 
     def _unseen(self, stage: str, args: tuple[Any, ...]) -> None:
         with self._ends.unseen(self._module):
-            self._steps.evaluation_step(stage, self._context(stage), *args)
+            self._steps.evaluation_step(stage, partial(self._precision.step_context, stage), *args)
             self._logged.batch_ran()
             self._logged.batch_ends()
-
-    def _context(self, stage: str) -> Callable[[], AbstractContextManager[Any]]:
-        contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-            "validation": self._precision.val_step_context,
-            "test": self._precision.test_step_context,
-            "predict": self._precision.predict_step_context,
-        }
-        return contexts[stage]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_3d import Mesh3DStrategy
-from lightning_3d.callbacks import PipelineTimeline, timeline
+from lightning_3d.callbacks import PipelineTimeline
 from lightning_3d.errors import ConfigError
 from lightning_3d.mesh.spec import MeshSpec
 from lightning_3d.parallel.pipeline.report import StepTimelines
@@ -87,11 +88,11 @@ def test_one_step_is_timed_and_written(at_batch: int, tmp_path: Path, caplog: py
 def test_without_matplotlib_there_is_text_and_one_line_that_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timeline, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with caplog.at_level(logging.INFO, logger=_LOGGER):
         _Run(_Pipelined(), tmp_path).train(PipelineTimeline(at_batch=0, dirpath=str(tmp_path / "other")), 1)
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["timeline.txt"]
-    assert "no timeline.png: matplotlib is not installed" in _lines(caplog)
+    assert "no timeline.png: a picture needs matplotlib, which is not installed" in _lines(caplog)
 
 
 def test_a_training_that_ends_before_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -157,7 +157,7 @@ def test_a_process_without_a_parent_ends_itself(monkeypatch: pytest.MonkeyPatch)
         (["measur=true"], ConfigError, "there is no key measur"),
         (["measure=true", "strategy=single"], ConfigError, "has no mesh to measure"),
         (["measure=true", "trainer.devices=3", "strategy.tensor_parallel_size=2"], MeshError, "3 processes"),
-        (["measure=true", "trainer.devices=many"], ConfigError, "trainer.devices=many is no number"),
+        (["measure=true", "trainer.devices=many"], ConfigError, "trainer.devices=many names no device"),
         (["measure=true", "sizes=[0]"], ConfigError, "measure nothing"),
     ],
 )

@@ -63,8 +63,9 @@ def test_states_are_divided_by_the_data_ranks() -> None:
     assert whole[Category.OPTIMIZER] - cut[Category.OPTIMIZER] == 2 * PARAMETERS * 3 // 4
 
 
-def test_padding_is_what_more_ranks_than_rows_hold() -> None:
-    (rank,) = dry_run(training(64, zero_stage=3)).ranks
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_padding_is_what_more_ranks_than_rows_hold(blocks: int) -> None:
+    (rank,) = dry_run(training(64, zero_stage=3, unit_blocks=blocks)).ranks
     # 32 rows on 64 ranks: this one has a row of each weight and an element of each bias.
     assert rank.padding.stored == LAYERS * (WIDTH + 1) * 4
     assert rank.padding.share == pytest.approx(1.0)

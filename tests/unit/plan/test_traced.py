@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_3d.config.schema import KEPT_KINDS
 from lightning_3d.graph.blocks import find_stacks
 from lightning_3d.plan.recompute import is_kept, recomputing
-from lightning_3d.plan.traced import KINDS, trace_model
+from lightning_3d.plan.traced import trace_model
 from lightning_3d.reference.gpt import GPT
 from lightning_3d.reference.llama import Llama
 
@@ -142,7 +143,7 @@ def _recomputed(block: nn.Module, through: Any) -> None:
 
 
 @pytest.mark.parametrize("make", MODELS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KEPT_KINDS)
 def test_traced_bytes_are_those_that_autograd_saves(make: Callable[[], Own], kind: str) -> None:
     traced = trace_model(module := make(), lambda: module.training_step(None, 0))
     assert traced.kept(kind) == really_saved(make(), kind)

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from lightning_3d.config.compose import compose_run
+from lightning_3d.dryrun.tracing import plan as run
 from lightning_3d.errors import BatchError, ConfigError, Lightning3DError
 from lightning_3d.planner import BatchShape, BlockModel, Part
-from lightning_3d.planner.command import Answer, overrides, plan, run
+from lightning_3d.planner.command import Answer, overrides, plan
 from lightning_3d.planner.request import recipe_of
 
 # GPT-3 175B on the article's 512 devices.
@@ -273,8 +274,9 @@ def test_an_impossible_mesh_is_refused_or_told(words: list[str], fact: str) -> N
     assert f"the mesh of demo as it is: impossible: {searched.problem}" in str(searched)
 
 
-def test_a_picture(tmp_path: Path) -> None:
+def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "plan.png"
     assert run(["recipe=gpt2_124m", "cluster=a100_x8", f"picture={path}"]) == 0
+    assert f"picture {path}" in capsys.readouterr().out
     assert path.read_bytes().startswith(b"\x89PNG")

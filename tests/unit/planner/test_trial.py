@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lightning_3d.config.compose import compose_run
+from lightning_3d.dryrun.tracing import plan as run
 from lightning_3d.errors import MeshError, RunError
-from lightning_3d.planner.command import run
 from lightning_3d.planner.request import read_request
 from lightning_3d.planner.trial import _run, _training_words, run_trials
 

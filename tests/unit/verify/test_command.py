@@ -14,11 +14,11 @@ from lightning_3d.verify.runs import Request
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["strategy=single"], "verify compares a mesh with one device"),
+        (["strategy=single"], "has no mesh to compare with one device"),
         (["recipe=demo", "trainer.devices=1", "strategy=default"], "there is nothing to compare"),
         (["recipe=demo", "precision=64"], "precision='64' does not exist"),
         (["recipe=demo", "layers=0"], "layers=0 is too small"),
-        (["recipe=demo", "trainer.devices=[0]"], "no number of processes"),
+        (["recipe=demo", "trainer.devices=many"], "trainer.devices=many names no device"),
     ],
 )
 def test_impossible_configurations(overrides: list[str], words: str, tmp_path: Path) -> None:
@@ -44,7 +44,11 @@ def test_a_launcher_outside_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("overrides", "world", "local"),
-    [(["recipe=demo"], 8, 8), (["recipe=demo", "trainer.devices=auto", "strategy=tensor"], 4, 8)],
+    [
+        (["recipe=demo"], 8, 8),
+        (["recipe=demo", "trainer.devices=auto", "strategy=tensor"], 4, 8),
+        (["recipe=demo", "trainer.devices=[0,1]", "strategy=tensor"], 2, 16),
+    ],
 )
 def test_the_batch_of_a_data_rank_follows_from_the_mesh(overrides: list[str], world: int, local: int) -> None:
     cfg = compose_run(overrides, config_name="verify")

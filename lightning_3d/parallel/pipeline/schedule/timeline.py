@@ -8,8 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from lightning_3d.errors import ConfigError
 from lightning_3d.parallel.pipeline.schedule.actions import Action, Kind
+from lightning_3d.pictures import new_figure, save
 
 _COLORS: Mapping[Kind, str] = MappingProxyType({"F": "#4c78a8", "B": "#54a24b", "I": "#72b7b2", "W": "#eeca3b"})
 _MEANINGS: Mapping[Kind, str] = MappingProxyType(
@@ -122,7 +122,7 @@ class Timeline:
             title: What stands above it.
 
         Raises:
-            ConfigError: matplotlib is not installed.
+            ConfigError: matplotlib is not installed or does not know the format, or the file cannot be written.
         """
         save_png(path, {title: self})
 
@@ -173,21 +173,10 @@ def save_png(path: str | Path, timelines: Mapping[str, Timeline], units: Mapping
         units: In what their times are counted, by the same names.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: matplotlib is not installed or does not know the format, or the file cannot be written.
     """
-    figure = _figure(sum(2.0 + timeline.ranks * 0.45 for timeline in timelines.values()))
+    figure = new_figure(_INCHES, sum(2.0 + timeline.ranks * 0.45 for timeline in timelines.values()))
     rows = figure.subplots(len(timelines), squeeze=False)
     for (axes,), (title, timeline) in zip(rows, timelines.items(), strict=True):
         timeline.draw(axes, title, (units or {}).get(title, ""))
-    figure.savefig(path)
-
-
-def _figure(height: float) -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "a picture of a timeline needs matplotlib, which is not installed.",
-            fix="install lightning-3d[plot], or print the timeline as text",
-        ) from error
-    return Figure(figsize=(_INCHES, height), layout="constrained")
+    save(figure, path, "path")
