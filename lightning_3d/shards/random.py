@@ -132,8 +132,9 @@ def default_generator(device: torch.device) -> torch.Generator:
     if device.type in ("cpu", "meta"):
         return torch.default_generator
     backend = torch.get_device_module(device)
-    index = backend.current_device() if device.index is None else device.index
-    generator: torch.Generator = backend.default_generators[index]
+    # torch's stubs do not know devices without a number.
+    index: int | None = device.index
+    generator: torch.Generator = backend.default_generators[backend.current_device() if index is None else index]
     return generator
 
 

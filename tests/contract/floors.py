@@ -15,8 +15,8 @@ FLOORS = (
     ("plan",),
     ("parallel.data", "parallel.tensor", "parallel.pipeline", "checkpoint", "gradients", "initial", "faults"),
     ("mesh", "graph", "precision", "cost", "shards", "random", "counters", "batches"),
-    ("config",),
-    ("errors", "log", "pictures", "units", "wire"),
+    ("config", "pictures", "wire"),
+    ("errors", "log", "units"),
 )
 # Imports nothing of the library, and nothing of the library imports it.
 ISLAND = "reference"
