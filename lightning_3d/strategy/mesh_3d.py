@@ -338,6 +338,7 @@ class Mesh3DStrategy(ExplainingStrategy):
 
     @override
     def on_validation_start(self) -> None:
+        self._listen()
         applied = self._module_on_mesh
         applied.share_buffers()
         applied.copies.bring_buffers()

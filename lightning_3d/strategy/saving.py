@@ -289,23 +289,13 @@ class SavingStrategy(MeshStrategy):
         # A search for a learning rate trains with a callback of its own.
         self._on_mesh.callbacks.open(self._module_on_mesh.module.trainer)
 
-    @override
-    def on_validation_start(self) -> None:
-        self._listen()
-
-    @override
-    def on_test_start(self) -> None:
-        self._listen()
-
-    @override
-    def on_predict_start(self) -> None:
-        self._listen()
-
     def _listen(self) -> None:
         """Has signals reach all ranks; Lightning has set its own handlers by now."""
         assert self.lightning_module is not None
-        if self.world_size > 1:
-            self._on_mesh.signals.listen(self.lightning_module.trainer)
+        trainer = self.lightning_module.trainer
+        # They travel with what is logged.
+        if self.world_size > 1 and not (trainer.barebones or trainer.predicting):
+            self._on_mesh.signals.listen(trainer)
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_3d import Mesh3DStrategy
 from tests.features.modules import Module, Samples
 from tests.marks import more
 from tests.spmd.fits import trainer
@@ -133,3 +138,59 @@ def test_what_is_written_in_the_background_is_finished_before_ranks_part(tmp_pat
     run_spmd(stops_and_saves, 2, tmp_path)
     (saved,) = tmp_path.iterdir()
     assert torch.load(saved / "meta.pt", weights_only=True)["global_step"] == 3
+
+
+class Asked(Module):
+    """Is asked to end in its second batch, on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+        self.handlers: list[str] = []
+
+    def note(self, batch_idx: int) -> None:
+        """Notes the batch, and who hears signals in it."""
+        self.seen.append(batch_idx)
+        self.handlers.append(getattr(signal.getsignal(signal.SIGTERM), "__module__", ""))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.note(batch_idx)
+        if self.trainer.barebones:
+            return
+        if (batch_idx, self.trainer.global_rank) == (1, 1):
+            os.kill(os.getpid(), signal.SIGTERM)
+        super().validation_step(batch, batch_idx)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.note(batch_idx)
+        return super().predict_step(batch, batch_idx)
+
+
+def asked(rank: int, world: int, verb: str) -> list[int]:
+    module, run = Asked(), trainer(world, precision="64-true")
+    with pytest.raises(SIGTERMException):
+        getattr(run, verb)(module, loader(), verbose=False)
+    return module.seen
+
+
+@pytest.mark.parametrize("verb", ["validate", "test"])
+def test_sigterm_on_one_rank_ends_an_evaluation_on_all_after_the_same_batch(verb: str) -> None:
+    assert run_spmd(asked, 2, verb, timeout=20) == [[0, 1], [0, 1]]
+
+
+def without_logs(rank: int, world: int) -> list[str]:
+    predicts, validates = Asked(), Asked()
+    trainer(world, precision="64-true").predict(predicts, loader())
+    bare = L.Trainer(barebones=True, accelerator="cpu", devices=world, strategy=Mesh3DStrategy(), precision="64-true")
+    bare.validate(validates, loader())
+    assert min(len(predicts.seen), len(validates.seen)) > 0
+    return predicts.handlers + validates.handlers
+
+
+def test_lightning_hears_signals_where_ranks_have_no_logs_to_tell_them_with() -> None:
+    # A handler of ours would swallow them.
+    for handlers in run_spmd(without_logs, 2):
+        assert all(each.startswith("lightning.") for each in handlers)
