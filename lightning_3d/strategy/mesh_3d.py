@@ -257,19 +257,13 @@ class Mesh3DStrategy(ExplainingStrategy):
     def teardown(self) -> None:
         from lightning_3d.plan import unwatch_calls
 
-        assert self.cluster_environment is not None
-        assert self.accelerator is not None
         if self._applied is not None:
             self._applied.engine.rest()
             unwatch_calls(self._applied.module)
             if self._logged is not None:
                 self._logged.close()
             self._applied.doors.close()
-        self._finish_writing()
-        self._end_watch()
-        self.cluster_environment.teardown()
-        self._precision.teardown()
-        self.accelerator.teardown()
+        super().teardown()
 
     # ---- steps ----
 

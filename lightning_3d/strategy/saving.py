@@ -298,6 +298,19 @@ class SavingStrategy(MeshStrategy):
             self._on_mesh.signals.listen(trainer)
 
     @override
+    def teardown(self) -> None:
+        """Leaves the Trainer's callbacks as they were, finishes what is written, and lets the processes part."""
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        if self._run is not None:
+            self._run.callbacks.close()
+        self._finish_writing()
+        self._end_watch()
+        self.cluster_environment.teardown()
+        self._precision.teardown()
+        self.accelerator.teardown()
+
+    @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
         if self._own_io is not None:
             super().remove_checkpoint(filepath)

@@ -8,7 +8,9 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import BasePredictionWriter, ModelSummary
+from lightning.pytorch.callbacks.spike import SpikeDetection
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -278,3 +280,49 @@ def impossible(rank: int, world: int) -> None:
 
 def test_impossible_options_are_errors_before_any_collective() -> None:
     run_spmd(impossible, 2, process_group=False)
+
+
+# ---- after a run ----
+
+
+_METHODS = frozenset({"_summary", "write_on_batch_end", "write_on_epoch_end", "on_train_batch_end"})
+
+
+class Shown(Plain):
+    """Has an example for summaries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = BATCHES[0][0]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.model(inputs)
+
+
+def callbacks_changed(rank: int, world: int, strategy: dict[str, Any], *callbacks: Callback) -> list[set[str]]:
+    """The methods that a training has given to callbacks, while it ran and after it."""
+
+    class Looks(Callback):
+        def on_train_end(self, *args: Any) -> None:
+            found.append(changed())
+
+    def changed() -> set[str]:
+        return {name for each in callbacks for name in _METHODS & vars(each).keys()}
+
+    found: list[set[str]] = []
+    module = Shown()
+    run = trainer(world, *callbacks, Looks(), strategy=strategy, precision="64-true", max_epochs=1)
+    run.fit(module, loader(BATCHES))
+    return [*found, changed()]
+
+
+class Writes(BasePredictionWriter):
+    """A writer of predictions."""
+
+
+def test_callbacks_are_their_own_after_a_run() -> None:
+    cut = run_spmd(callbacks_changed, 2, {"pipeline_parallel_size": 2}, ModelSummary(), Writes("batch"))
+    shown = {"_summary"}
+    assert cut == [[shown, set()], [shown | {"write_on_batch_end", "write_on_epoch_end"}, set()]]
+    data = run_spmd(callbacks_changed, 2, {}, SpikeDetection())
+    assert data == [[{"on_train_batch_end"}, set()]] * 2
