@@ -100,6 +100,19 @@ def finished_folder(url: str) -> str | None:
     return None
 
 
+def version(url: str) -> str:
+    """Returns what tells a finished checkpoint from others that are, or were, under the same address.
+
+    Args:
+        url: See `finished_folder`.
+
+    Raises:
+        CheckpointError: There is nothing, or nothing that was finished.
+    """
+    files, path = url_to_fs(url)
+    return finished_folder(url) or str(files.ukey(path))
+
+
 def remove_remote(url: str) -> None:
     """Removes a checkpoint, first what makes it one; nothing happens if it does not exist.
 

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_3d.checkpoint.agreement import gather
 from lightning_3d.checkpoint.files import is_remote, local_path, resolve
+from lightning_3d.checkpoint.remote import finished_folder, read_file, version
 from lightning_3d.checkpoint.store import META_FILE
 from lightning_3d.errors import CheckpointError
 from lightning_3d.graph.calls import shadow
@@ -45,22 +47,30 @@ class Saved:
     path: str
     fit: int
     step: int
-    before: tuple[int, int] | None = None
+    before: tuple[int | str, ...] | None = None
 
     @property
     def found_step(self) -> int | None:
         """The step of the whole checkpoint of this job that lies there now; None if there is none."""
-        if is_remote(self.path):
-            return self.step
         try:
-            path = resolve(local_path(self.path))
-            if _identity(path) == self.before:
-                return None
-            file = path / META_FILE if path.is_dir() else path
-            return int(torch.load(file, map_location="cpu", weights_only=True, mmap=not path.is_dir())["global_step"])
+            place = self.path if is_remote(self.path) else resolve(local_path(self.path))
+            return None if _identity(place) == self.before else self._step_at(place)
         except Exception:
             # Whatever cannot be read is no checkpoint to go on from.
             return None
+
+    def _step_at(self, place: str | Path) -> int:
+        source: Any = place
+        if isinstance(place, str):
+            folder = finished_folder(place)
+            if folder is None:
+                # A file is there whole or not at all; to look into it would be to fetch all of it.
+                return self.step
+            source = BytesIO(read_file(f"{folder}/{META_FILE}"))
+        elif place.is_dir():
+            source = place / META_FILE
+        found = torch.load(source, map_location="cpu", weights_only=True, mmap=source is place)
+        return int(found["global_step"])
 
 
 class Restarts:
@@ -106,7 +116,7 @@ class Restarts:
             return
         known = self._noted()
         earlier = next((each for each in known if each.path == path), None)
-        before = earlier.before if earlier is not None else None if is_remote(path) else _identity(local_path(path))
+        before = _identity(path if is_remote(path) else local_path(path)) if earlier is None else earlier.before
         entry = Saved(path=path, fit=self._fit, step=int(checkpoint["global_step"]), before=before)
         kept = [*(each for each in known if each.path != path), entry][-_KEPT:]
         with suppress(OSError):
@@ -179,10 +189,13 @@ def _own_directory() -> Path | None:
     return Path(error_file).parent if error_file else None
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
+def _identity(place: str | Path) -> tuple[int | str, ...] | None:
     """What tells a checkpoint from another one of the same name; None if there is none."""
     try:
-        status = path.stat()
-    except OSError:
+        if isinstance(place, str):
+            return (version(place),)
+        status = place.stat()
+    # What a file system behind a URL raises is its own affair.
+    except Exception:
         return None
     return status.st_ino, status.st_mtime_ns

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import uuid
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_3d.checkpoint.remote import remote_folder, write_file
 from lightning_3d.errors import CheckpointError
 from lightning_3d.strategy.faults.restarts import Restarts, Saved, agent_directory, newest_of
 
@@ -118,7 +121,38 @@ def test_what_cannot_be_read_is_no_checkpoint(tmp_path: Path) -> None:
     torch.save({"global_step": 5}, tmp_path / "c.ckpt")
     found = [Saved(path=str(tmp_path / name), fit=0, step=9).found_step for name in ("a", "b.ckpt", "c.ckpt", "d")]
     assert found == [None, None, 5, None]
-    assert Saved(path="s3://bucket/a.ckpt", fit=0, step=9).found_step == 9
+
+
+def save_behind(url: str, step: int, *, finished: bool = True) -> None:
+    """Writes a checkpoint behind a URL, or what is left of one that was begun."""
+    content = BytesIO()
+    torch.save({"global_step": step}, content)
+    if finished:
+        with remote_folder(url, None) as folder:
+            write_file(f"{folder}/meta.pt", content.getvalue())
+    else:
+        write_file(f"{url}/0123456789ab/meta.pt", content.getvalue())
+
+
+def test_behind_a_url_only_what_this_job_has_finished_counts(agent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = f"memory://{uuid.uuid4().hex}"
+    foreign, last, begun, file, foreign_file = (f"{root}/{name}" for name in ("foreign", "last", "begun", "f", "g"))
+    save_behind(foreign, 900)
+    write_file(foreign_file, b"900")
+    restarts = Restarts(group())
+    restarts.begin_fit(Alone())  # type: ignore[arg-type]
+    for step, url in enumerate((file, last, last, foreign, foreign_file, begun), start=1):
+        restarts.saving(url, {"global_step": step, "optimizer_states": []})
+        if step == 1:
+            write_file(file, b"1")
+        if step == 2:
+            save_behind(last, step)
+    save_behind(begun, 6, finished=False)
+    found = {each.path: each.found_step for each in restarts._noted()}
+    # The second save under the name was not finished: what is there is of the first.
+    assert found == {file: 1, last: 2, foreign: None, foreign_file: None, begun: None}
+    attempt(agent, 1, monkeypatch)
+    assert resumed() == last
 
 
 def test_every_rank_must_see_it() -> None:
