@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
@@ -18,6 +19,8 @@ from torchmetrics import MeanMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_3d import Mesh3DPrecision, Mesh3DStrategy
+from lightning_3d.strategy.logging.collectives import DataCollectives
+from lightning_3d.strategy.run import whole_world
 from tests.spmd.fits import loader, share, trainer
 from tests.spmd.pool import run_spmd
 from tests.spmd.toys import CLASSES, WIDTH, Plain, classified
@@ -299,3 +302,26 @@ def test_running_statistics_are_the_first_ranks() -> None:
         for inputs, _ in BATCHES:
             expected = 0.9 * expected + 0.1 * inputs[:4].float().mean(dim=0)
         torch.testing.assert_close(means[1], expected)
+
+
+# ---- a rank that does not count ----
+
+OPERATIONS = ("mean", "sum", "max", "min", "product", *(getattr(dist.ReduceOp, n) for n in ("MAX", "MIN", "PRODUCT")))
+DTYPES = (torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
+
+
+def counted_once(rank: int, world: int) -> None:
+    collectives = DataCollectives(whole_world(), whole_world(), torch.device("cpu"))
+    collectives.weight = float(rank == 0)
+    for dtype in DTYPES:
+        own = torch.tensor([3, 2, 0] if dtype == torch.uint8 else [-3, 2, 0]).to(dtype)
+        for operation in OPERATIONS:
+            tensor = own.clone() if rank == 0 else (1 - own.double()).to(dtype)
+            given = tensor.clone()
+            found = collectives.reduce(tensor, None, operation)
+            assert torch.equal(found.double(), own.double()), (dtype, operation)
+            assert torch.equal(tensor, given)
+
+
+def test_a_rank_that_does_not_count_changes_no_reduction() -> None:
+    run_spmd(counted_once, 2)

@@ -15,8 +15,6 @@ _OPERATIONS: Mapping[str, Any] = {
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
 }
-# What a rank that does not count adds to a reduction.
-_NEUTRAL: Mapping[str, float] = {"sum": 0.0, "max": float("-inf"), "min": float("inf"), "product": 1.0}
 
 
 class DataCollectives:
@@ -41,7 +39,7 @@ class DataCollectives:
         Means are taken in floating point, also of integers, and narrow floats are reduced in fp32.
 
         Args:
-            tensor: Equal in shape on all ranks; written to only where Lightning's own reduction would.
+            tensor: Equal in shape on all ranks; never written to.
             group: The ranks; None or the world stand for the data axis.
             operation: "mean", "avg", "sum", "min", "max", "product", or a torch ReduceOp.
         """
@@ -54,9 +52,10 @@ class DataCollectives:
         if mean:
             wide = self._mean(wide, group)
         else:
+            operation = _OPERATIONS.get(name or "", operation)
             if self.weight == 0:
-                wide.fill_(_NEUTRAL.get(name or "sum", 0.0))
-            dist.all_reduce(wide, op=_OPERATIONS.get(name or "", operation), group=group)
+                wide.fill_(_neutral(operation, wide.dtype))
+            dist.all_reduce(wide, op=operation, group=group)
         keep = mean and not tensor.is_floating_point()
         return wide.to(tensor.device) if keep else wide.to(tensor.device, tensor.dtype)
 
@@ -137,3 +136,15 @@ def _wide(dtype: torch.dtype, *, mean: bool) -> torch.dtype:
     if dtype in (torch.float16, torch.bfloat16) or (mean and not dtype.is_floating_point):
         return torch.float32
     return dtype
+
+
+def _neutral(operation: Any, dtype: torch.dtype) -> float:
+    """What a rank that does not count adds to a reduction."""
+    if operation == dist.ReduceOp.PRODUCT:
+        return 1
+    if operation not in (dist.ReduceOp.MAX, dist.ReduceOp.MIN):
+        return 0
+    low, high = float("-inf"), float("inf")
+    if not dtype.is_floating_point:
+        low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+    return low if operation == dist.ReduceOp.MAX else high
