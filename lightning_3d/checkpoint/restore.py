@@ -186,16 +186,7 @@ def load_optimizers(
     Raises:
         CheckpointError: Only weights were saved, or another number of optimizers, parameters or groups.
     """
-    if stored.optimizers is None:
-        raise CheckpointError(
-            f"{stored.path} holds weights but no optimizer state, so training cannot be resumed from it",
-            fix="save with ModelCheckpoint(save_weights_only=False), or load its weights alone and start a new run",
-        )
-    if len(stored.optimizers) != len(optimizers):
-        raise CheckpointError(
-            f"{stored.path} holds {len(stored.optimizers)} optimizers, configure_optimizers returned {len(optimizers)}",
-            fix="configure as many optimizers as were saved, or start a new run from the weights alone",
-        )
+    kept = _optimizers_of(stored, len(optimizers))
     everyone = [
         all_members(module, optimizer, presence, known)
         for optimizer, known in zip(optimizers, recorded or [()] * len(optimizers), strict=True)
@@ -217,7 +208,7 @@ def load_optimizers(
         read_tensors(stored.path, into, group)
     for optimizer, state in zip(optimizers, states, strict=True):
         load_state(state, optimizer)
-    everything = zip(optimizers, stored.optimizers, everyone, strict=True)
+    everything = zip(optimizers, kept, everyone, strict=True)
     return [
         _optimizer_part(f"optimizer {index} ({type(optimizer).__name__})", saved, members)
         for index, (optimizer, saved, members) in enumerate(everything)
@@ -249,6 +240,26 @@ def random_part(stored: StoredCheckpoint, world: int) -> LoadedPart:
         return LoadedPart(name=name, restored=(f"of {world} ranks",))
     everywhere = f" on all {world} ranks" if world > 1 else ""
     return LoadedPart(name=name, converted=(f"rank 0's of {len(saved)}{everywhere}",))
+
+
+def _optimizers_of(stored: StoredCheckpoint, configured: int) -> Sequence[Mapping[str, Any]]:
+    """Returns the saved states of so many optimizers."""
+    if stored.optimizers is None and any(name.startswith("optimizer_") for name in stored.tensors or ()):
+        raise CheckpointError(
+            f"{stored.path} keeps its optimizers in the form of Lightning's own sharding strategies",
+            fix=f"lightning-3d convert {stored.path} OUT --to mesh, then ckpt_path=OUT",
+        )
+    if stored.optimizers is None:
+        raise CheckpointError(
+            f"{stored.path} holds weights but no optimizer state, so training cannot be resumed from it",
+            fix="save with ModelCheckpoint(save_weights_only=False), or load its weights alone and start a new run",
+        )
+    if len(stored.optimizers) != configured:
+        raise CheckpointError(
+            f"{stored.path} holds {len(stored.optimizers)} optimizers, configure_optimizers returned {configured}",
+            fix="configure as many optimizers as were saved, or start a new run from the weights alone",
+        )
+    return stored.optimizers
 
 
 def _optimizer_part(name: str, saved: Mapping[str, Any], members: Sequence[Members]) -> LoadedPart:

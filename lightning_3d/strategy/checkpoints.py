@@ -150,8 +150,8 @@ class CheckpointDoor:
             content.setdefault(_PRECISION_KEY, content[_LIGHTNING_PRECISION_KEY])
         content[MODULE_KEY] = read_module_state(stored, module, group=self._group, layouts=layouts)
         self._as_read = StateAsRead.of(content[MODULE_KEY], stored.dtypes)
-        if stored.optimizers is not None:
-            content[OPTIMIZERS_KEY] = stored.optimizers
+        # Without any, Lightning would end with an error of its own before `load_optimizers` says what is there instead.
+        content[OPTIMIZERS_KEY] = stored.optimizers or []
         return content, stored.places
 
     def load_module(

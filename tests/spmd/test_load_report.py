@@ -231,3 +231,14 @@ def test_layers_are_not_swapped_silently(target: str, tmp_path: Path) -> None:
     assert structure is not None
     assert structure.converted[0] == "blocks.0 is the Smooth that was saved as blocks.1"
     assert "converted: structure (blocks.0 is the Smooth" in told[0]
+
+
+def goes_on_from_weights(rank: int, world: int, path: Path) -> None:
+    options: dict[str, Any] = {"precision": "64-true", "steps": 2}
+    run(rank, world, Net, {}, **options).lightning_module.trainer.save_checkpoint(path, weights_only=True)
+    with pytest.raises(CheckpointError, match="holds weights but no optimizer state"):
+        run(rank, world, Net, {}, **options, path=path)
+
+
+def test_weights_alone_are_no_training_to_go_on_with(tmp_path: Path) -> None:
+    run_spmd(goes_on_from_weights, 1, tmp_path / "a.ckpt")

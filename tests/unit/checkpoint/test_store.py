@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,11 @@ def test_weights_alone_can_be_loaded_but_not_resumed(tmp_path: Path, distributed
     assert torch.equal(other.table.weight, model.table.weight)
     with pytest.raises(CheckpointError, match="no optimizer state"):
         load_optimizers(stored, other, [adamw(other)], group=None)
+    if distributed:
+        entry = next(iter((stored.tensors or {}).values()))
+        of_lightning = replace(stored, tensors={**(stored.tensors or {}), "optimizer_0.state.a.exp_avg": entry})
+        with pytest.raises(CheckpointError, match=r"own sharding strategies.*\n*.*lightning-3d convert .* --to mesh"):
+            load_optimizers(of_lightning, other, [adamw(other)], group=None)
 
 
 @FORMATS
