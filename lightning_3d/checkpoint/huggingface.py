@@ -200,9 +200,9 @@ def _listed(path: Path) -> dict[str, Path]:
 
 
 def _header(file: Path) -> dict[str, Form]:
-    from safetensors.torch import _getdtype
-
     with _opened(file) as stored:
+        from safetensors.torch import _getdtype
+
         slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118 (it is no mapping)
         return {
             name: Form(shape=torch.Size(each.get_shape()), dtype=_getdtype(each.get_dtype()))
@@ -215,7 +215,7 @@ def _opened(file: Path) -> Any:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise CheckpointError(
-            f"{file} needs the package safetensors to be read", fix="pip install 'lightning_3d[hf]'"
+            f"{file} needs the package safetensors to be read", fix="pip install 'lightning-3d[hf]'"
         ) from error
     try:
         return safe_open(file, framework="pt")

@@ -80,7 +80,7 @@ def save_files(export: Export, directory: Path, size: str) -> int:
         from safetensors.torch import save_file
     except ImportError as error:
         raise CheckpointError(
-            f"safetensors are written with {error.name}", fix="pip install lightning_3d[hf]"
+            f"safetensors are written with {error.name}", fix="pip install 'lightning-3d[hf]'"
         ) from error
     forms = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in export.tensors.items()}
     try:

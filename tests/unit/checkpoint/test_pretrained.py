@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,15 @@ def test_damaged_and_hostile_directories(tmp_path: Path) -> None:
     save_index(tmp_path, {"a.safetensors": weights()}, lost="a.safetensors")
     with pytest.raises(CheckpointError, match=r"names 1 tensors that are not in their files \(lost\)"):
         load(Net(), tmp_path)
+
+
+def test_without_safetensors_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file(weights(), tmp_path / "model.safetensors")
+    for name in ("safetensors", "safetensors.torch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(CheckpointError, match="needs the package safetensors") as caught:
+        load(Net(), tmp_path)
+    assert caught.value.fix == "pip install 'lightning-3d[hf]'"
 
 
 def test_a_file_of_plain_lightning(tmp_path: Path) -> None:
