@@ -31,7 +31,7 @@ class ExplainingStrategy(SavingStrategy):
     def explain(self) -> str:
         """Returns the plan and the map of ranks to nodes as text; known once the Trainer has set the module up."""
         topology = Topology(spec=self.mesh_spec, devices_per_node=self.num_processes)
-        return "\n".join([str(self._module_on_mesh), "", str(topology), *topology.advice()])
+        return "\n".join([str(self._module_on_mesh), "", str(topology)])
 
     def _explain_if_asked(self) -> None:
         if self.config.explain:
