@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_mean
 
@@ -22,7 +23,7 @@ class MetricState:
     """The states of a metric; pickles as bytes, so that its tensors travel whatever becomes of others.
 
     Attributes:
-        states: Tensors or lists of tensors, by name.
+        states: Tensors, or lists of tensors and of whatever else a metric keeps of a sample, by name.
         updates: Calls that made them.
     """
 
@@ -32,7 +33,7 @@ class MetricState:
     @classmethod
     def of(cls, metric: Metric) -> MetricState:
         """Returns the states of a metric as they are now; their tensors are its own."""
-        states = {name: _detached(getattr(metric, name)) for name in metric._defaults}
+        states = {name: tree_map_only(Tensor, Tensor.detach, getattr(metric, name)) for name in metric._defaults}
         return cls(states, metric._update_count)
 
     @classmethod
@@ -47,11 +48,11 @@ class MetricState:
     def put(self, metric: Metric) -> None:
         """Makes a metric hold them."""
         for name, value in self.states.items():
-            here = [each.to(metric.device) for each in value] if isinstance(value, list) else value.to(metric.device)
-            setattr(metric, name, here)
+            setattr(metric, name, tree_map_only(Tensor, lambda each: each.to(metric.device), value))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (pickle.dumps((_on_cpu(self.states), self.updates)),)
+        states = tree_map_only(Tensor, Tensor.cpu, dict(self.states))
+        return _unpickled, (pickle.dumps((states, self.updates)),)
 
 
 def joined(metric: Metric, parts: Sequence[MetricState]) -> MetricState:
@@ -118,17 +119,6 @@ def computed(metric: Metric, state: MetricState, *, synced: bool) -> Any:
     finally:
         own.put(metric)
         vars(metric).update(caches)
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else [element.detach() for element in value]
-
-
-def _on_cpu(states: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value.cpu() if isinstance(value, Tensor) else [element.cpu() for element in value]
-        for name, value in states.items()
-    }
 
 
 def _unpickled(content: bytes) -> MetricState:

@@ -69,6 +69,33 @@ def test_parts_of_a_batch_are_the_batch(kind: type[Metric]) -> None:
     assert metric._update_count == 3
 
 
+class Masks(Metric):
+    """Keeps a tuple of each sample, as torchmetrics does of segmentations: no tensor itself, and one deep inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any]
+        self.add_state("kept", default=[], dist_reduce_fx=None)
+
+    def update(self, values: Tensor) -> None:
+        self.kept += [((2, 3), bytes([int(value)]), {"value": value}) for value in values]
+
+    def compute(self) -> Tensor:
+        return torch.stack([shape[0] * kept["value"] + counts[0] for shape, counts, kept in self.kept])
+
+
+def test_states_may_be_anything() -> None:
+    metric = noted(Masks())
+    values = torch.arange(3.0, requires_grad=True)
+    assert torch.equal(metric(values), 3 * values)
+    state = batch_of(metric)
+    assert state is not None
+    assert not state.states["kept"][0][2]["value"].requires_grad
+    again = pickle.loads(pickle.dumps(state))
+    assert torch.equal(computed(metric, joined(metric, [state, again]), synced=False), 3 * values.repeat(2))
+    assert len(metric.kept) == 3
+
+
 def test_a_metric_without_states_has_nothing_to_keep() -> None:
     both: Any = noted(SumMetric() + MeanMetric())
     both(torch.ones(2))
