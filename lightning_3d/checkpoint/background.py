@@ -61,7 +61,7 @@ class BackgroundWriter:
             each.result()
 
     def close(self) -> None:
-        """Waits, and ends the thread.
+        """Waits, ends the thread and gives its group back.
 
         Raises:
             CheckpointError: On every rank, what could not be done.
@@ -70,6 +70,9 @@ class BackgroundWriter:
             self.wait()
         finally:
             self._thread.shutdown()
+            # A rank that has failed has given all groups back.
+            if self._group is not None and dist.is_initialized():
+                dist.destroy_process_group(self._group)
 
 
 def staged(value: Any) -> Any:

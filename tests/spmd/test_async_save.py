@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from torch.utils.data import DataLoader
@@ -145,3 +146,20 @@ def test_the_last_good_one_stays_until_the_next_is_whole(tmp_path: Path) -> None
     for seen, _ in run_spmd(keeps_one, 2, tmp_path):
         assert all(len(names) >= 1 for names in seen[2:]), seen
     assert [path.name for path in tmp_path.iterdir()] == ["step=4.ckpt"]
+
+
+def writers_groups(rank: int, world: int, directory: Path) -> list[int]:
+    class Counts(Saves):
+        def on_train_end(self, *args: Any) -> None:
+            found.append(count())
+
+    def count() -> int:
+        return sum(each.group_desc == "checkpoints" for each in dist.distributed_c10d._world.pg_map)
+
+    found: list[int] = []
+    fit({"async_save": True}, world, Counts(directory), steps=1)
+    return [*found, count()]
+
+
+def test_no_group_is_left_after_a_fit(tmp_path: Path) -> None:
+    assert run_spmd(writers_groups, 2, tmp_path) == [[1, 0], [1, 0]]
