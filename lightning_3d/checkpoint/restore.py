@@ -270,10 +270,10 @@ def _optimizer_part(name: str, saved: Mapping[str, Any], members: Sequence[Membe
     by_index = not all(isinstance(each, str) for each in before)
     renamed = not by_index and set(before) != set(names)
     now = dict(zip(before, names, strict=False)) if by_index or renamed else {each: each for each in before}
-    with_state = [now.get(each, str(each)) for each in saved["state"]]
+    restored = [each for each in saved["state"] if not renamed or now.get(each) == each]
     return LoadedPart(
         name=name,
-        restored=() if renamed else tuple(with_state),
+        restored=tuple(now.get(each, str(each)) for each in restored),
         converted=tuple(f"{each}: {now[each]}" for each in before if now[each] != each) if renamed else (),
     )
 
@@ -281,7 +281,7 @@ def _optimizer_part(name: str, saved: Mapping[str, Any], members: Sequence[Membe
 def _open_local(path: Path, weights_only: bool) -> StoredCheckpoint:
     if not path.is_dir():
         return _of_file(path, _torch_load(path, weights_only, str(path)))
-    inside = [child.name for child in path.iterdir() if child.suffix == ".ckpt"]
+    inside = sorted(child.name for child in path.iterdir() if child.suffix == ".ckpt")
     if inside:
         raise CheckpointError(f"{path} is a folder of checkpoints.", valid=inside, fix=f"{path / inside[0]}")
     return _open_folder(path, weights_only)

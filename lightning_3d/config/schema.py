@@ -64,7 +64,7 @@ class StrategyConfig:
         activation_checkpointing: "none", "selective" (attention core) or "full" (each block).
         compile: Compile each block; on the tensor axis what was recorded of it.
         uneven: At uneven ends of training data: "stop" all data ranks together, or "error".
-        on_nonfinite: Non-finite gradients: "none", "skip" or "raise".
+        on_nonfinite: Losses and gradients that are not finite: "none", "skip" or "raise".
         pretrained: Directory of weights that are streamed into the shards.
         pretrained_strict: Names in ``pretrained`` that match nothing are an error.
         rank_order: Order of the axes over the ranks, outermost first.

@@ -59,7 +59,7 @@ class Mesh3DStrategy(ExplainingStrategy):
         activation_checkpointing: ``"none"``, ``"selective"`` or ``"full"``.
         compile: Compile each block; on the tensor axis what was recorded of it.
         uneven: At uneven ends of training data: ``"stop"`` all data ranks together, or ``"error"``.
-        on_nonfinite: Non-finite gradients: ``"none"``, ``"skip"`` or ``"raise"``, one decision for the mesh.
+        on_nonfinite: Losses and gradients that are not finite: ``"none"``, ``"skip"`` or ``"raise"``, on all ranks.
         pretrained: Directory of weights that are streamed into the shards.
         pretrained_strict: Names in ``pretrained`` that match nothing are an error.
         rank_order: Order of the axes over the ranks, outermost first.

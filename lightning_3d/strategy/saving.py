@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_3d.errors import CheckpointError, ModuleError
+from lightning_3d.faults.report import grouped
 from lightning_3d.log import get_logger, told_if_slow
 from lightning_3d.shards.hook_values import without_hook_values
 from lightning_3d.strategy.faults.positions import during
@@ -150,8 +151,9 @@ class SavingStrategy(MeshStrategy):
                 "the Trainer has ended with an exception, and its ranks cannot save together any more.",
                 fix="OnExceptionCheckpoint or ModelCheckpoint(save_on_exception=True), which save before",
             )
-        missing = ", ".join(map(str, self._on_mesh.stop.missing()))
-        return f"rank {missing} did not stop with the others" if missing else ""
+        for _, ranks in grouped(dict.fromkeys(self._on_mesh.stop.missing(), "")):
+            return f"{ranks} did not stop with the others"
+        return ""
 
     @staticmethod
     def _bring_buffers(applied: AppliedModule) -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_3d.errors import BatchError, ModuleError
-from lightning_3d.strategy.faults.replicas import ReplicaCheck, batch_digest, share_generators
+from lightning_3d.errors import BatchError, CheckpointError, ModuleError
+from lightning_3d.strategy.faults import replicas
+from lightning_3d.strategy.faults.replicas import ReplicaCheck, batch_digest, check_same_checkpoint, share_generators
 from tests.spmd.pool import run_spmd
 
 
@@ -50,6 +51,14 @@ def test_what_differs_is_named() -> None:
     for texts in run_spmd(_compare, 2):
         assert all("batch 3 differs on model-parallel ranks 5 from rank 4" in text for text in texts[:2])
         assert "'scale' differs" in texts[2]
+
+
+def test_each_step_of_a_checkpoint_is_told_with_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = [(b"a", 4), (b"b", 2), (b"a", 4), (b"c", 3), (b"b", 2), (b"b", 2)]
+    monkeypatch.setattr(replicas, "gather", lambda *_: seen)
+    with pytest.raises(CheckpointError) as caught:
+        check_same_checkpoint("a.ckpt", 4, [], None)  # type: ignore[arg-type]
+    assert caught.value.fact.endswith("of step 4 on rank 0, of step 2 on ranks 1, 4-5, of step 3 on rank 3.")
 
 
 def test_a_digest_sees_values_dtypes_and_shapes() -> None:

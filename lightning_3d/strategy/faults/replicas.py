@@ -196,11 +196,11 @@ def check_same_checkpoint(path: object, step: object, content: Any, group: dist.
         CheckpointError: On every rank, with the steps.
     """
     seen = gather(group, (batch_digest((step, content)), step))
-    different = {rank: found for rank, (digest, found) in enumerate(seen) if digest != seen[0][0]}
+    different = {rank: str(found) for rank, (digest, found) in enumerate(seen) if digest != seen[0][0]}
     if different:
+        others = ", ".join(f"of step {found} on {ranks}" for found, ranks in grouped(different))
         raise CheckpointError(
-            f"{path} is not the same checkpoint on all nodes: of step {seen[0][1]} on rank 0, of step "
-            f"{next(iter(different.values()))} on ranks {_listed(different)}.",
+            f"{path} is not the same checkpoint on all nodes: of step {seen[0][1]} on rank 0, {others}.",
             fix="load one that all nodes have, or copy that of one node to the others",
         )
 

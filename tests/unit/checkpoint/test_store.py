@@ -153,9 +153,20 @@ def test_other_optimizers_are_refused(tmp_path: Path, distributed: bool) -> None
         optimizer_state(model, torch.optim.SGD([nn.Parameter(torch.zeros(2))]))
 
 
+def test_a_folder_of_checkpoints_names_them_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = [tmp_path / f"{name}.ckpt" for name in "bca"]
+    monkeypatch.setattr(Path, "iterdir", lambda _: iter(listed))
+    with pytest.raises(CheckpointError, match="is a folder of checkpoints") as caught:
+        opened(tmp_path)
+    assert caught.value.valid == ["a.ckpt", "b.ckpt", "c.ckpt"]
+    assert caught.value.fix == str(tmp_path / "a.ckpt")
+
+
 def test_hooks_may_rename_what_was_read(tmp_path: Path) -> None:
     model, other = nn.Sequential(nn.Linear(2, 2)), nn.Sequential()
     other.add_module("renamed", nn.Linear(2, 2))
+    for each in (model, other):
+        each.add_module("last", nn.Linear(2, 2))
     mine, theirs = adamw(model), adamw(other)
     model(torch.ones(1, 2)).sum().backward()
     mine.step()
@@ -163,7 +174,10 @@ def test_hooks_may_rename_what_was_read(tmp_path: Path) -> None:
     stored = opened(tmp_path / "a.ckpt")
     state = read_module_state(stored, other, group=None)
     load_module_state(other, {name.replace("0.", "renamed."): value for name, value in state.items()}, strict=True)
-    load_optimizers(stored, other, [theirs], group=None)
+    (part,) = load_optimizers(stored, other, [theirs], group=None)
+    # What has kept its name is told too.
+    assert part.restored == ("last.weight", "last.bias")
+    assert part.converted == ("0.weight: renamed.weight", "0.bias: renamed.bias")
     assert torch.equal(other.renamed.weight, model[0].weight)
     assert torch.equal(theirs.state[other.renamed.bias]["exp_avg"], mine.state[model[0].bias]["exp_avg"])
 
