@@ -78,10 +78,7 @@ class MeshStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Tells Lightning to give each data rank its own samples and to synchronise what is logged.
-
-        False on one data rank: a sampler of its own would shuffle what the user wants in order.
-        """
+        """Whether there are other data ranks; only then Lightning reduces what is logged with ``sync_dist``."""
         return self.data_size > 1
 
     @property
