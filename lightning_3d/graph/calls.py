@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-_HANDLER = "_mesh_3d_call_handler"
-_FORWARD_HANDLER = "_mesh_3d_forward_handler"
-_FORWARD = "forward"
 # Whatever the library keeps in a module is called so.
 OURS = "_mesh_3d_"
+_HANDLER = f"{OURS}call_handler"
+_FORWARD_HANDLER = f"{OURS}forward_handler"
+_FORWARD = "forward"
 # What had been in the place of attributes that are shadowed.
 _SHADOWED = f"{OURS}shadowed"
 _NOTHING = object()
@@ -70,7 +70,7 @@ def around_forward(module: nn.Module, handler: Handler) -> None:
     attributes = module.__dict__
     if _FORWARD_HANDLER not in attributes:
         own = attributes.get(_FORWARD)
-        attributes.setdefault(_SHADOWED, {})[_FORWARD] = _NOTHING if own is None else own
+        attributes.setdefault(_SHADOWED, _Shadowed())[_FORWARD] = _NOTHING if own is None else own
 
         @functools.wraps(type(module).forward)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import nn
 
-from lightning_3d.graph.calls import own_attributes
+from lightning_3d.graph.calls import OURS, own_attributes
 from lightning_3d.parallel.tensor.reading.aliases import aliases_of
 
 # Told of each copy, not of the parts of one, and of the name that its original has in the user's module.
 Made = Callable[[nn.Module, str], None]
 
 _DEEPCOPY = "__deepcopy__"
-_OUTERMOST = "_mesh_3d_outermost"
+_OUTERMOST = f"{OURS}outermost"
 # Whose hooks a copy does without: it is no unit of FSDP2, and nobody runs steps on it.
 _LIBRARIES = (__name__.partition(".")[0], "torch.distributed")
 # What FSDP2 leaves on the modules that it shards.

@@ -8,9 +8,10 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
+from lightning_3d.graph.calls import OURS
 from lightning_3d.parallel.data.zero import BackwardSettings
 
-_NAME = "_mesh_3d_door"
+_NAME = f"{OURS}door"
 
 
 class Door:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_3d.graph.calls import Call, around_calls, around_forward, plain_calls, shadow
+from lightning_3d.graph.calls import Call, around_calls, around_forward, own_attributes, plain_calls, shadow
 
 
 def doubled(call: Callable[[], Any]) -> Any:
@@ -116,3 +116,11 @@ def test_shadowed_methods_come_back() -> None:
     assert "log" not in vars(module)
     with pytest.raises(KeyError):
         put_first_back()
+
+
+def test_a_copy_knows_what_its_handlers_stand_before() -> None:
+    layer = nn.Linear(2, 2)
+    around_forward(layer, doubled)
+    shadow(layer, "extra_repr", lambda: "")
+    for each in (layer, copy.deepcopy(layer)):
+        assert own_attributes(each).keys() == vars(nn.Linear(2, 2)).keys()
