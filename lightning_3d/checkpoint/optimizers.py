@@ -233,8 +233,9 @@ def _with_absent(own: Mapping[str, Any], presence: Presence) -> dict[str, Any]:
 
 
 def _check_names(mine: Sequence[str], saved: Sequence[str], where: str) -> None:
-    absent = [name for name in mine if name not in set(saved)]
-    strange = [name for name in saved if name not in set(mine)]
+    of_mine, of_saved = set(mine), set(saved)
+    absent = [name for name in mine if name not in of_saved]
+    strange = [name for name in saved if name not in of_mine]
     if absent or strange:
         parts = [f"{len(absent)} without saved state ({few(absent)})"] if absent else []
         parts += [f"{len(strange)} saved ones that it does not step ({few(strange)})"] if strange else []

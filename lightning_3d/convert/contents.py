@@ -70,6 +70,7 @@ def read_contents(path: Path, progress: Progress, *, weights_only: bool, names: 
     if is_huggingface(path):
         return _of_huggingface(path, progress)
     if path.is_dir():
+        # It has no weights: called for the error that says so.
         open_weights(path)
     return _of_file(path, progress, weights_only, names)
 

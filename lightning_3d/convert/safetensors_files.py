@@ -50,13 +50,14 @@ def choose(module: Mapping[str, Any], prefix: str | None) -> Export:
     inside = [name for name in names if name.startswith(found)]
     if not inside:
         raise ConfigError(f"--prefix {found}: no name begins so", valid=sorted({_first(name) for name in names}))
+    chosen = set(inside)
     first: dict[int, str] = {}
     owners = {name: first.setdefault(id(module[name]), name) for name in inside}
     return Export(
         prefix=found,
         tensors={name.removeprefix(found): module[name] for name in inside if owners[name] == name},
         tied=tuple(name.removeprefix(found) for name in inside if owners[name] != name),
-        outside=tuple(name for name in module if name not in set(inside)),
+        outside=tuple(name for name in module if name not in chosen),
     )
 
 

@@ -212,7 +212,7 @@ class _Calls:
 
     def around_module(self, name: str, call: Call) -> Any:
         """Returns what a call of a watched module returns, or one that it repeats."""
-        proceed: ProceedModule = partial(self._block if name in self._kinds else _made, name, call)
+        proceed: ProceedModule = partial(self._block if name in self._kinds else _computed, name, call)
         for observer in reversed(self.observers):
             proceed = partial(observer.around_module, name, proceed=proceed)
         return proceed(call.args, call.kwargs)
@@ -241,7 +241,7 @@ class _Calls:
         return output
 
 
-def _made(name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _computed(name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return call.function(*args, **kwargs)
 
 

@@ -87,7 +87,9 @@ class LoaderPlaces:
 
     def follow(self, loader: Any, trainer: Trainer) -> Any:
         """Returns a training loader in whose place a run can go on later, or now; others as they are."""
-        if not trainer.training or hasattr(loader, "state_dict"):
+        if not trainer.training:
+            return loader
+        if hasattr(loader, "state_dict"):
             self._to_come = self._to_come[1:]
             return loader
         place, self._to_come = (self._to_come[0], self._to_come[1:]) if self._to_come else (None, [])

@@ -39,7 +39,7 @@ class Saved:
 
     Attributes:
         path: As it was named.
-        fit: The how manieth fit of the program it belongs to.
+        fit: Number of the fit in the program, from 0.
         step: The step of training.
         before: What tells apart whatever stood there when the job first wrote to it; None if nothing did.
     """
@@ -125,7 +125,7 @@ class Restarts:
             temporary.replace(self._notes)
 
     def _next_fit(self) -> int:
-        """The how manieth fit of this attempt begins, counted where the attempt has its own directory."""
+        """The number of the fit that begins, from 0, counted where the attempt has its own directory."""
         if self._own is None:
             return 0
         file = self._own / _FITS
