@@ -132,7 +132,8 @@ def default_generator(device: torch.device) -> torch.Generator:
     if device.type in ("cpu", "meta"):
         return torch.default_generator
     backend = torch.get_device_module(device)
-    index = backend.current_device() if device.index is None else device.index
+    ordinal: int | None = device.index
+    index = backend.current_device() if ordinal is None else ordinal
     generator: torch.Generator = backend.default_generators[index]
     return generator
 
