@@ -132,9 +132,9 @@ def default_generator(device: torch.device) -> torch.Generator:
     if device.type in ("cpu", "meta"):
         return torch.default_generator
     backend = torch.get_device_module(device)
-    # torch's stubs do not know devices without a number.
-    index: int | None = device.index
-    generator: torch.Generator = backend.default_generators[backend.current_device() if index is None else index]
+    ordinal: int | None = device.index
+    index = backend.current_device() if ordinal is None else ordinal
+    generator: torch.Generator = backend.default_generators[index]
     return generator
 
 
