@@ -232,7 +232,7 @@ class Prediction:
         size, unit = (1e9, "GB") if self.allocated_bytes >= 1e9 else (1e6, "MB")
         memory = {name: count / size for name, count in self.memory.by_name().items() if count >= 0.05 * size}
         kinds = ", ".join(f"{name} {count:.1f}" for name, count in memory.items())
-        on_rank = f" on pipeline rank {self.memory_rank}, {self.in_flight:.3g} in flight"
+        on_rank = f" on pipeline rank {self.memory_rank}, {self.in_flight:.3g} micro-batches in flight"
         where = on_rank if self.mesh.pipeline_parallel_size > 1 else ""
         speed = self.tflops_per_device
         rate = f"{speed:.1f} TFLOP/s" if speed >= 0.1 else f"{speed * 1e3:.1f} GFLOP/s"

@@ -120,7 +120,7 @@ def test_the_text_says_what_it_is(article: Answer) -> None:
     assert article.look is not None
     given = article.look.given
     assert (given.as_dict()["memory_rank"], given.as_dict()["in_flight"]) == (0, 4)
-    assert "\n    GB on pipeline rank 0, 4 in flight: parameters " in str(given)
+    assert "\n    GB on pipeline rank 0, 4 micro-batches in flight: parameters " in str(given)
     assert "nodes of 8 devices" in text
 
 
