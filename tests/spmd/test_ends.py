@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -213,6 +214,42 @@ def test_uneven_evaluation_counts_every_sample_once(kind: str) -> None:
             for name, value in expected.items():
                 if "step" not in name:
                     assert values[name] == pytest.approx(value, rel=1e-6), name
+
+
+class Ends(Counts):
+    """Logs in the hook at the end of each batch, after the step whose values have met."""
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("ended", batch[2].double().mean(), on_step=True, on_epoch=True, batch_size=len(batch[2]))
+
+
+class Noted(Callback):
+    """Notes what the hook of each batch has logged for a step."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_validation_batch_start(self, run: Trainer, *args: Any) -> None:
+        if "ended_step" in run.logged_metrics:
+            self.values.append(run.logged_metrics["ended_step"].item())
+
+
+def ended(rank: int, world: int, stage: int) -> tuple[list[float], float]:
+    mine = parts(rank, (3, 5)) if world > 1 else list(range(8))
+    noted = Noted()
+    run = trainer(world, noted, strategy={"zero_stage": stage}, plugins=Mesh3DPrecision("64-true"))
+    values = run.validate(Ends(), Loader(mine), verbose=False)[0]
+    return noted.values, values["ended_epoch"]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_hooks_at_the_end_of_a_batch_keep_step_where_ranks_have_fewer(stage: int) -> None:
+    (whole, mean), (shorter, same) = run_spmd(ended, 2, stage, timeout=40)
+    assert mean == same == pytest.approx(sum(range(8)) / 8, rel=1e-12)
+    # Means of both ranks while both have batches: sample 0 with 3, 1 with 4, 2 with 5.
+    steps = [1.5, 2.5, 3.5]
+    assert whole == pytest.approx(steps[:2], rel=1e-12)
+    assert shorter == pytest.approx([*steps, 6.0], rel=1e-12)
 
 
 def trained(rank: int, world: int, kind: str, uneven: str, stage: int) -> tuple[int, int]:

@@ -58,6 +58,7 @@ class LoggedValues:
         self._metrics = metrics
         self._log = log
         self._opened: list[Callable[[], None]] = []
+        self._waiting: Callable[[], None] | None = None
         # Logged since values met: names for a step with the samples they stand for, and names for each loop's epoch.
         self._of_step: dict[str, float] = {}
         self._of_epoch: dict[int, dict[str, None]] = {}
@@ -77,7 +78,7 @@ class LoggedValues:
             self._follow(loop.automatic_optimization, "run", after=self.batch_ran),
             self._follow(loop.manual_optimization, "run", after=self.batch_ran),
             self._follow(connector, "on_batch_start", after=self._batch_begins),
-            self._follow(connector, "on_batch_end", before=self.batch_ends, after=self._answer_signals),
+            self._follow(connector, "on_batch_end", before=self.batch_ends, after=self._batch_ended),
             self._follow(connector, "epoch_end_reached", before=self._epoch_ends),
             # Callbacks that decide by a value see it before Lightning takes those of the hook.
             self._follow(self._module, "on_train_epoch_end", after=self._epoch_ends),
@@ -175,10 +176,30 @@ class LoggedValues:
         if are_seen(self._module, {"train": "train", "test": "test"}.get(stage.value, "validation")):
             self.batch_ran()
 
-    def _answer_signals(self) -> None:
+    def answer_signals(self) -> None:
+        """Has this rank do what signals have asked of any, as all ranks do after the same batch."""
         self._named.signals.answer(self._trainer)
 
+    def after_batch(self, call: Callable[[], None]) -> None:
+        """Has something happen when the batch that runs has ended, after its hooks and what they log.
+
+        Args:
+            call: Is called at once where the end of a batch is not told: nothing meets there either.
+        """
+        if self._opened and self._results is not None:
+            self._waiting = call
+        else:
+            call()
+
+    def _batch_ended(self) -> None:
+        self.answer_signals()
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting()
+
     def _batch_begins(self) -> None:
+        # An end that an error has kept from coming is not another batch's.
+        self._waiting = None
         if self._trainer._logger_connector._first_loop_iter:
             self._metrics.open()
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_3d.precision import Mesh3DPrecision
 from lightning_3d.strategy.data.ends import LoaderEnds
@@ -54,8 +55,10 @@ class Evaluator:
         loop: Any = self._module.trainer._active_loop
         # A step that takes the batch alone has one loader, whose batches the loop counts.
         position = args[1:] or (loop.batch_progress.current.ready - 1,)
-        for _ in range(self._ends.repeats_after(*position)):
-            self._unseen(stage, args)
+        repeats = self._ends.repeats_after(*position)
+        if repeats:
+            # The hooks of this batch come first, as on the ranks that have more, where hooks send too.
+            self._logged.after_batch(partial(self._keep_up, stage, args, repeats))
         return output
 
     def repeat(self, batch: Any, position: tuple[int, ...], to_device: Callable[[Any], Any]) -> None:
@@ -70,6 +73,14 @@ class Evaluator:
         assert running is not None, "loaders are read while a loop runs"
         stage = _STAGE_OF_RUN.get(running.value, "validation")
         self._unseen(stage, (to_device(self._precision.convert_input(batch)), *position))
+
+    def _keep_up(self, stage: str, args: tuple[Any, ...], repeats: int) -> None:
+        for _ in range(repeats):
+            if self._module.trainer.received_sigterm:
+                # Where the other ranks leave, which have a batch before them.
+                raise SIGTERMException
+            self._unseen(stage, args)
+            self._logged.answer_signals()
 
     def _unseen(self, stage: str, args: tuple[Any, ...]) -> None:
         with self._ends.unseen(self._module):
