@@ -35,7 +35,7 @@ AXES = (
     Axis(key="tensor", name="tensor_parallel", option="tensor_parallel_size"),
 )
 AXIS_KEYS = tuple(axis.key for axis in AXES)
-DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS = (axis.name for axis in AXES)
+DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS = tuple(axis.name for axis in AXES)
 
 DATA_REPLICATE = "data_replicate"
 DATA_SHARD = "data_shard"

@@ -128,10 +128,12 @@ def own_numbers(value: Tensor, group: ShardGroup) -> Iterator[None]:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Returns what torch draws from on a device if it is given no generator."""
+    """Returns what torch draws from on a device if it is given no generator; the CPU's where a backend shows none."""
     if device.type in ("cpu", "meta"):
         return torch.default_generator
     backend = torch.get_device_module(device)
+    if not hasattr(backend, "default_generators"):
+        return torch.default_generator
     ordinal: int | None = device.index
     index = backend.current_device() if ordinal is None else ordinal
     generator: torch.Generator = backend.default_generators[index]
