@@ -29,7 +29,7 @@ MOST_RANKS = 8
 _GRACE_SECONDS = 3.0
 _STACK_SECONDS = 0.5
 # What keeps a process group alive keeps its threads, and each of gloo's wakes up a hundred times a second.
-_MOST_THREADS = 32
+_MOST_THREADS = 48
 
 
 class SpmdError(AssertionError):
@@ -54,7 +54,7 @@ class Worker:
     def __init__(self, rank: int, directory: Path) -> None:
         context = multiprocessing.get_context("forkserver")
         # Imported once, in the process that workers are forked from.
-        context.set_forkserver_preload(["tests.spmd.worker", "torch.distributed.fsdp", "lightning.pytorch", "pytest"])
+        context.set_forkserver_preload(["tests.spmd.worker", "tests.spmd.preloaded", "pytest"])
         self.stacks = directory / f"rank{rank}.stack"
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(rank, theirs, str(self.stacks)), name=f"rank {rank}")

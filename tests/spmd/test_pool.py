@@ -55,7 +55,7 @@ def leaves_threads(rank: int, world: int, number: int) -> None:
 
 
 def test_a_process_full_of_threads_ends() -> None:
-    run_spmd(leaves_threads, 2, 40)
+    run_spmd(leaves_threads, 2, 60)
     assert not {0, 1} & shared_pool().processes().keys()
     assert run_spmd(total, 2, 1) == [1, 1]
     assert {0, 1} <= shared_pool().processes().keys()
