@@ -112,9 +112,10 @@ class HandCut:
                 schedule.register_custom_function(UNSHARD, _comes_later)
         schedule.step(mb=torch.arange(count), target=torch.arange(count), return_outputs=False)
 
-    def _run(self, stage: int, received: tuple[Tensor, ...], microbatch: int) -> Tensor:
+    def _run(self, stage: int, received: tuple[Tensor, ...], microbatch: Tensor | int) -> Tensor:
         assert self._batch is not None
-        ids, targets = (tensor[microbatch] for tensor in self._batch)
+        # As torch's schedule cuts the numbers of all micro-batches: a tensor of one.
+        ids, targets = (tensor[int(microbatch)] for tensor in self._batch)
         hidden = received[0] if received else self._model.embedding(ids)
         for block in _blocks(stage, self.count):
             hidden = self._model.blocks[block](hidden)
