@@ -194,22 +194,8 @@ def pick(local: Tensor, group: ShardGroup, dim: int, index: Tensor, length: int)
     Raises:
         IndexError: An index is out of bounds. On an accelerator it is the kernel that fails, later.
     """
-    _check_indices(index, length)
     picked: Tensor = applied(_Pick, local, group, dim % local.dim(), length, index)
     return picked
-
-
-def _check_indices(index: Tensor, length: int) -> None:
-    """Lets torch find an index that is out of bounds: no rank holds it, so that none would see it.
-
-    Args:
-        index: Any shape.
-        length: Of what it points into.
-
-    Raises:
-        IndexError: An index is out of bounds. On an accelerator it is the kernel that fails, later.
-    """
-    torch.zeros(1, dtype=torch.bool, device=index.device).expand(length).index_select(0, index.reshape(-1))
 
 
 def own_positions(index: Tensor, group: ShardGroup, length: int) -> tuple[Tensor, Tensor]:
@@ -240,14 +226,15 @@ def checked_positions(index: Tensor, group: ShardGroup, length: int) -> tuple[Te
     Raises:
         IndexError: An index is out of bounds. On an accelerator it is the kernel that fails, later.
     """
-    _check_indices(index, length)
+    # No rank holds an index that is out of bounds, so that none would see it: torch is to find it.
+    torch.zeros(1, dtype=torch.bool, device=index.device).expand(length).index_select(0, index.reshape(-1))
     return own_positions(index, group, length)
 
 
 class _Pick(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, group: ShardGroup, dim: int, length: int, index: Tensor) -> Tensor:
-        positions, held = own_positions(index, group, length)
+        positions, held = checked_positions(index, group, length)
         ctx.save_for_backward(positions, held)
         ctx.dim, ctx.shape = dim, local.shape
         return group.sum(local.gather(dim, positions).masked_fill(~held, 0))
